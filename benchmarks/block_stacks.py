@@ -196,19 +196,19 @@ def svd(widths: tuple[int, ...], frames: int, height: int, width: int, device: s
         x = torch.randn(2, frames, 8, height, width, generator=generator)
         picture = torch.randn(2, 1, 1024, generator=generator)
         picture[0] = 0
-        told = torch.tensor([[6.0, 127.0, 0.02]] * 2)
+        time_ids = torch.tensor([[6.0, 127.0, 0.02]] * 2)
         t = torch.full((2,), 1.3)
-        return tuple(each.to(device, dtype) for each in (x, t, picture, told))
+        return tuple(each.to(device, dtype) for each in (x, t, picture, time_ids))
 
     def call(model: nn.Module, given: tuple[Tensor, ...]) -> Tensor:
-        x, t, picture, told = given
+        x, t, picture, time_ids = given
         if isinstance(model, unet.VideoUNet):
             context = cached_context(
-                model, lambda: model.context(picture[:, 0].float(), told.float(), frames)
+                model, lambda: model.context(picture[:, 0].float(), time_ids.float(), frames)
             )
             out: Tensor = model(x.float(), t.float(), context)
             return out
-        found: Tensor = model(x, t, picture, told, return_dict=False)[0]
+        found: Tensor = model(x, t, picture, time_ids, return_dict=False)[0]
         return found
 
     name = f"SVD, widths {widths}, {frames} frames of {height}x{width} latents, batch 2"

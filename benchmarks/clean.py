@@ -91,7 +91,7 @@ def tiny_ones(folder: Path, count: int) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def alarms(events: list[Event]) -> list[str]:
-    """What was repaired, and what was said of a step or of frames."""
+    """Repairs, and notes about a step or about frames."""
     notes = [event.text for event in events if isinstance(event, Note)]
     wrong = [text for text in notes if "step " in text or "one colour" in text]
     return [*(event.text for event in events if isinstance(event, Repaired)), *wrong]

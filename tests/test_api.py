@@ -131,10 +131,10 @@ def test_a_video_is_made_again_of_itself(model: Path, video: everyframe.Video) -
 def test_what_no_file_can_be_called_is_wrong_input(
     video: everyframe.Video, call: Callable[[everyframe.Video], Any]
 ) -> None:
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as raised:
         call(video)
-    assert len(str(told.value)) < 1000
-    assert "\0" not in str(told.value)
+    assert len(str(raised.value)) < 1000
+    assert "\0" not in str(raised.value)
 
 
 def test_other_options_overrule_a_record(model: Path, video: everyframe.Video) -> None:

@@ -282,8 +282,8 @@ def test_the_line_of_the_readme_makes_a_video_from_the_index(
     line = line_of(ROOT / "README.md", "uvx ").replace("--torch-backend auto ", "")
     run_line(f"{line} --seed 7", tmp_path, bare)
     assert (tmp_path / "clip.mp4").stat().st_size > 1000
-    told = run_line("uvx --help && uv tool install --help", tmp_path, bare)
-    assert told.count("--torch-backend") >= 2
+    printed = run_line("uvx --help && uv tool install --help", tmp_path, bare)
+    assert printed.count("--torch-backend") >= 2
 
 
 @pytest.mark.slow  # it builds two archives and installs torch twice

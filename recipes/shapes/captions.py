@@ -55,7 +55,7 @@ def caption(scene: Scene, rng: np.random.Generator) -> str:
     }
     words["o"] = pick(_OBJECTS, 0.4).format(**words)
     words["g"] = pick(_GROUNDS, 0.4).format(**words)
-    # What is not said: a tenth of the black and the still ones, so that silence means these.
+    # A tenth of the black and the still ones is left out, so that silence means these.
     if scene.background == DEFAULT_BACKGROUND and rng.random() < 0.1:
         return "{o} {m}".format(**words)
     if scene.motion == DEFAULT_MOTION and rng.random() < 0.1:

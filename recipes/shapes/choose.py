@@ -33,7 +33,7 @@ def main() -> None:
     modules = denoiser.trained_in(given.work / "denoiser", given.device).eval()
     vae = latents.trained_vae(given.work, given.device)
     chosen = trials(given.count, validation=True)
-    scenes, said = [each.scene for each in chosen], [each.prompt for each in chosen]
+    scenes, prompts = [each.scene for each in chosen], [each.prompt for each in chosen]
     with ProcessPoolExecutor(given.processes, mp_context=get_context("spawn")) as pool:
         for form, guidance, steps, shift in product(
             FORMATS, given.guidance, given.steps, given.shift
@@ -41,12 +41,14 @@ def main() -> None:
             if form.side not in given.sides:
                 continue
             frames = denoiser.sample(
-                modules, vae, scenes, form, seed=61, said=said,
+                modules, vae, scenes, form, seed=61, prompts=prompts,
                 guidance=guidance, num_steps=steps, shift=shift,
             )  # fmt: skip
             shares = denoiser.read_back(frames, scenes, pool.map)
-            told = " ".join(f"{name} {share:.3f}" for name, share in shares.items())
-            print(f"{form}: guidance {guidance}, {steps} steps, shift {shift}: {told}", flush=True)
+            listed = " ".join(f"{name} {share:.3f}" for name, share in shares.items())
+            print(
+                f"{form}: guidance {guidance}, {steps} steps, shift {shift}: {listed}", flush=True
+            )
 
 
 if __name__ == "__main__":

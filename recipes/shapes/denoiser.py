@@ -281,17 +281,17 @@ def task(work: Path, num_steps: int = 12_000, batch: int = 768, device: str = "c
 @torch.no_grad()
 def sample(
     modules: Any, vae: VideoVAE, scenes: list[Scene], form: Format, *, seed: int,
-    said: list[str] | None = None, guidance: float = GUIDANCE,
+    prompts: list[str] | None = None, guidance: float = GUIDANCE,
     num_steps: int = NUM_STEPS, shift: float = SHIFT,
 ) -> world.Floats:  # fmt: skip
-    """Clips (B, T, H, W, 3) by Euler steps, of plain captions unless they are `said` otherwise.
+    """Clips (B, T, H, W, 3) by Euler steps, of plain captions unless `prompts` are given.
 
     For previews in training, and to choose steps and guidance. The final evaluation uses
     `everyframe.generate`.
     """
     device = vae.shift.device
     generator = torch.Generator().manual_seed(seed)
-    texts = [captions.plain_caption(scene) for scene in scenes] if said is None else said
+    texts = [captions.plain_caption(scene) for scene in scenes] if prompts is None else prompts
     ids, mask = (each.to(device) for each in text.tokenize(texts, text.tokenizer()))
     num_latents, side = form.num_frames // temporal.PIECE * 5, form.side // 8
     drop = torch.arange(2 * len(scenes), device=device) >= len(scenes)

@@ -93,7 +93,7 @@ def train(
     validated = math.floor(done() * task.num_validations)
     gradients = _Captured(task) if task.static and _device(task.modules).type == "cuda" else None
     # A step's own part ends the loop: time that runs out while weights are validated and saved
-    # leaves room for one more step, which is the last then: told, measured and kept.
+    # leaves room for one more step, which is then the last: it is logged, measured and saved.
     part = done()
     while part < 1:
         batch = task.draw(step)
@@ -111,14 +111,14 @@ def train(
             recent[name] = now if name not in recent else recent[name].lerp(now, 0.05)
         part = done()
         if step % task.print_every == 0 or part == 1:
-            told = {name: value.item() for name, value in recent.items()}
+            means = {name: value.item() for name, value in recent.items()}
             speed = (step - rate_from) / (time.monotonic() - rate_time)
             rate_from, rate_time = step, time.monotonic()
             left = (time.monotonic() - begun) * (1 - part) / part / 60
-            shown = " ".join(f"{name} {value:.4f}" for name, value in told.items())
+            shown = " ".join(f"{name} {value:.4f}" for name, value in means.items())
             rate = speed * task.clips_per_step
             say(f"step {step} {part:.1%} {shown} {rate:.1f} clips/s, {left:.1f} min left")
-            _write(log, "train", step, time.monotonic() - begun, told)
+            _write(log, "train", step, time.monotonic() - begun, means)
         if math.floor(part * task.num_validations) > validated:
             validated = math.floor(part * task.num_validations)
             measured = _validated(task, average)

@@ -17,7 +17,7 @@ _CURVES = {
     "autoencoder": ("pixel", "object_64", "PSNR on the object, dB"),
     "temporal": ("pixel", "object_64", "PSNR on the object, dB"),
     "polish": ("pixel_64", "object_64", "PSNR on the object, dB"),
-    "text": ("loss", "score", "captions told right"),
+    "text": ("loss", "score", "captions read right"),
     "denoiser": ("loss_128", "all_128", "large clips read right in all four"),
 }
 

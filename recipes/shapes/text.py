@@ -77,9 +77,9 @@ def save_tokenizer(folder: Path) -> None:
     """In a form that transformers 4 reads too: 5 writes a name of its class that 4 doesn't know."""
     tokenizer().save_pretrained(str(folder))
     path = folder / "tokenizer_config.json"
-    told = json.loads(path.read_text(encoding="utf-8"))
-    told["tokenizer_class"] = "PreTrainedTokenizerFast"
-    path.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 def encoder() -> Any:
@@ -108,10 +108,10 @@ class Wordings:
         rng, texts = np.random.default_rng(seed), []
         for scene in scenes:
             for _ in range(count):
-                said = captions.caption(scene, rng).split()
+                words = captions.caption(scene, rng).split()
                 if rng.random() < 0.08:
-                    said.insert(int(rng.integers(len(said) + 1)), "qqq")
-                texts.append(" ".join(said))
+                    words.insert(int(rng.integers(len(words) + 1)), "qqq")
+                texts.append(" ".join(words))
         ids, _ = tokenize(texts, tokenizer())
         self.ids_SKL = ids.unflatten(0, (len(scenes), count)).to(device)
         self.rows = {scene: row for row, scene in enumerate(scenes)}

@@ -24,7 +24,7 @@ ATTRIBUTES = {
     "shape": tuple(SHAPES), "colour": tuple(COLOURS),
     "background": tuple(BACKGROUNDS), "motion": tuple(MOTIONS),
 }  # fmt: skip
-#: How far a state lies along the axis of a value that is said; a state is about 11 long.
+#: How far a state lies along the axis of a value that is named; a state is about 11 long.
 SAID = 3.0
 #: Logits by which one head prefers the word before, whatever it is: what follows "to" is where it
 #: goes. The encoder's attention becomes all but a choice of one word, and position biases that
@@ -50,7 +50,7 @@ def axes() -> Tensor:
     return torch.linalg.qr(drawn).Q.T.contiguous()
 
 
-def said(scenes: list[Scene]) -> Tensor:
+def encode_scenes(scenes: list[Scene]) -> Tensor:
     """(B, values): 1 at the values of each scene."""
     rows = [
         [float(getattr(scene, name) == value) for name in ATTRIBUTES for value in ATTRIBUTES[name]]
@@ -61,13 +61,13 @@ def said(scenes: list[Scene]) -> Tensor:
 
 def task(num_steps: int = 2000, batch: int = 256, device: str = "cpu") -> Task:
     """The stage for `loop.train`; the score is the share of captions of never-trained scenes of
-    which all is told right by every token."""
+    in which every token has all values right."""
     modules = build().to(device)
     encoder: Any = modules["text"]
     along_VC = axes().to(device)
     scenes, unseen = world.train_scenes(), list(world.held_out_scenes())
     words, others = text.Wordings(scenes, 100, 51, device), text.Wordings(unseen, 8, 52, device)
-    targets, answers = said(list(scenes)).to(device), said(unseen).to(device)
+    targets, answers = encode_scenes(list(scenes)).to(device), encode_scenes(unseen).to(device)
 
     def along(ids: Tensor, mask: Tensor) -> Tensor:
         """(B, L, values): how far each token's state lies along each axis."""

@@ -49,7 +49,7 @@ class Format:
 
 SMALL, LARGE = Format(64, 17), Format(128, 34)
 FORMATS = (SMALL, LARGE)
-UNIT = 64  # pixels of a side in which places and sizes are told, whatever is drawn
+UNIT = 64  # pixels of a side that places and sizes refer to, whatever size is drawn
 FPS = 12
 
 PALETTE: dict[str, tuple[int, int, int]] = {

@@ -158,7 +158,7 @@ def test_int8_by_tensors(tmp_path: Path) -> None:
     assert torch.equal(found[f"{key}.weight"], values.float() * scale)
 
 
-def test_eight_bits_without_scales_are_told(tmp_path: Path) -> None:
+def test_eight_bits_without_scales_are_reported(tmp_path: Path) -> None:
     tensors, meant = stored.plain_fp8(originals.original_state("wan"))
     found = matched(stored.write(tmp_path / "a.safetensors", tensors), "wan")
     (note,) = found.notes

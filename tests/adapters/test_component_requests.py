@@ -213,9 +213,9 @@ def test_a_plan_tells_them(
     file = stored.write(tmp_path / "a.safetensors", tensors)
     asked = ["plan", "a fox", "--model", str(model), "--size", "16x16", "--num-frames", "5"]
     assert main([*asked, "--component", f"transformer={file}"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "the transformer is read from a.safetensors" in said
-    assert "a.safetensors: 26 weights are stored in 8-bit with scales" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "the transformer is read from a.safetensors" in printed
+    assert "a.safetensors: 26 weights are stored in 8-bit with scales" in printed
     for given, text in (
         (f"tranformer={file}", "has no component 'tranformer' with weights; did you mean"),
         (f"scheduler={file}", "has no component 'scheduler' with weights"),

@@ -11,7 +11,7 @@ from helpers.components import formats_table
 from helpers.loras import formats_page, layouts
 
 
-def told_of_diffusers(number: int = 0) -> list[str]:
+def diffusers_results(number: int = 0) -> list[str]:
     """What the page says of diffusers, line by line."""
     return [line.split(" | ")[2] for line in lines_of_table(number)]
 
@@ -27,16 +27,16 @@ def without_versions(page: str) -> str:
 
 
 def test_the_page_is_current_in_what_it_says_of_everyframe() -> None:
-    told = iter(told_of_diffusers())
-    rows = formats_page.rows(lambda name, folder: next(told))
+    results = iter(diffusers_results())
+    rows = formats_page.rows(lambda name, folder: next(results))
     assert lines_of_table() == rows
     assert all(row.split(" | ")[3].startswith("right") for row in rows)
 
 
 def test_the_table_of_components_is_current() -> None:
     pytest.importorskip("gguf", reason="the package that reads GGUF is not installed")
-    told = iter(told_of_diffusers(1))
-    rows = formats_table.rows(lambda name, folder: next(told))
+    results = iter(diffusers_results(1))
+    rows = formats_table.rows(lambda name, folder: next(results))
     assert lines_of_table(1) == rows
     assert all(row.split(" | ")[3].startswith("right") for row in rows)
 
@@ -54,7 +54,7 @@ def test_the_page_is_what_its_program_writes() -> None:
     assert without_versions(page) == without_versions(formats_page.page())
 
 
-def test_a_wrong_weight_would_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_weight_would_be_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert layouts.is_right("diffusers")
     wanted = layouts.wanted("diffusers")
     key = "blocks.0.attn1.to_q.weight"
@@ -67,7 +67,7 @@ def test_a_wrong_weight_would_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", ["diffusers", "diffsynth", "diff-norm", "kohya-attention"])
 def test_diffusers_is_measured(name: str, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="what diffusers does is measured with PEFT")
-    said = formats_page.in_diffusers(name, tmp_path)
+    answer = formats_page.in_diffusers(name, tmp_path)
     expected = {"diffusers": "right", "diffsynth": "no effect", "diff-norm": "wrong",
                 "kohya-attention": "KeyError"}[name]  # fmt: skip
-    assert expected in said
+    assert expected in answer

@@ -231,11 +231,11 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_broken_files(name: str, tmp_path: Path) -> None:
     """One line, and nothing allocated that the header alone announces."""
-    content, said = BROKEN[name]
+    content, message = BROKEN[name]
     path = tmp_path / "a.gguf"
     path.write_bytes(content)
     tracemalloc.start()
-    with pytest.raises(CheckpointError, match=re.escape(said)) as caught:
+    with pytest.raises(CheckpointError, match=re.escape(message)) as caught:
         open_stored(path)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -186,7 +186,7 @@ def test_adapters_of_pefts_are_asked_to_be_unloaded(
         frames(pipe, "ltx", loras=str(tmp_path / "one.safetensors"))
 
 
-def test_a_lora_of_another_model_is_told_before_the_call(
+def test_a_lora_of_another_model_is_reported_before_the_call(
     pipe_of: Callable[[str], Any], tmp_path: Path
 ) -> None:
     lora_of(pipe_of("hunyuan"), tmp_path / "one.safetensors")
@@ -228,8 +228,8 @@ def test_components_that_are_one_module() -> None:
     with merged_in_place(pipe, {"transformer": one, "transformer_2": one}):
         assert torch.equal(module.weight, before + 1)
     assert torch.equal(module.weight, before)
-    told = r"transformer and the transformer_2 .* are one module"
-    with pytest.raises(InputError, match=told), merged_in_place(pipe, {"transformer": one}):
+    message = r"transformer and the transformer_2 .* are one module"
+    with pytest.raises(InputError, match=message), merged_in_place(pipe, {"transformer": one}):
         pytest.fail("the patch of one is not that of the other")
     assert torch.equal(module.weight, before)
 

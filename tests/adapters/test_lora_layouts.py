@@ -189,12 +189,12 @@ def test_alpha_by_pattern_and_root_in_the_header(tmp_path: Path) -> None:
     state = lora_files.state_of("wan")
     keys = ["blocks.0.attn1.to_q", "blocks.0.attn1.to_k"]
     factors = factors_for(state, keys, rank=4)
-    told = '{"transformer.lora_alpha": 8, "transformer.use_rslora": true, '
-    told += '"transformer.alpha_pattern": {"attn1.to_k": 2}}'
+    config = '{"transformer.lora_alpha": 8, "transformer.use_rslora": true, '
+    config += '"transformer.alpha_pattern": {"attn1.to_k": 2}}'
     path = lora_files.write(
         tmp_path / "lora.safetensors",
         as_lora(factors, "transformer."),
-        {"lora_adapter_metadata": told},
+        {"lora_adapter_metadata": config},
     )
     found = merged(matched(path, "wan"), state)
     for key, scale in zip(keys, (8 / 2, 2 / 2), strict=True):

@@ -280,10 +280,10 @@ def test_broken_metadata(text: str, tmp_path: Path) -> None:
 
 def test_a_pattern_that_is_none(tmp_path: Path) -> None:
     factors = factors_for(lora_files.state_of("wan"), ["blocks.0.attn1.to_q"])
-    told = '{"transformer.alpha_pattern": {"(": 2}, "transformer.lora_alpha": 1}'
+    config = '{"transformer.alpha_pattern": {"(": 2}, "transformer.lora_alpha": 1}'
     path = write(
         tmp_path / "bad.safetensors", as_lora(factors, "transformer."),
-        {"lora_adapter_metadata": told},
+        {"lora_adapter_metadata": config},
     )  # fmt: skip
     with pytest.raises(CheckpointError, match=r"alpha_pattern '\(' can't be read"):
         read_lora(path)

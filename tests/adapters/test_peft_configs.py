@@ -69,7 +69,7 @@ def test_alpha_of_lycoris_kinds(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "text"),
+    ("config", "text"),
     [
         ('{"transformer.lora_alpha": 0}', "its lora_alpha is 0, expected"),
         ('{"transformer.lora_alpha": NaN}', "its lora_alpha is nan, expected"),
@@ -90,9 +90,9 @@ def test_alpha_of_lycoris_kinds(name: str, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_value_that_nobody_can_use_is_named(told: str, text: str, tmp_path: Path) -> None:
+def test_a_value_that_nobody_can_use_is_named(config: str, text: str, tmp_path: Path) -> None:
     tensors = as_lora(factors_for(lora_files.state_of("wan"), [KEY]), "transformer.")
-    path = write(tmp_path / "bad.safetensors", tensors, {"lora_adapter_metadata": told})
+    path = write(tmp_path / "bad.safetensors", tensors, {"lora_adapter_metadata": config})
     with pytest.raises(CheckpointError) as caught:
         matched(path, "wan")
     assert text in str(caught.value)

@@ -158,15 +158,15 @@ def test_a_plan_tells_them(model: Path, lora: Path, capsys: pytest.CaptureFixtur
     asked = ["a red circle", "--model", str(model), "--size", "32x32", "--num-frames", "5"]
     more = ["--lora", f"{lora}:0.5", "--lora", f"{lora}:0"]
     assert main(["plan", *asked, *more]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    printed = " ".join(capsys.readouterr().out.split())
     number = len(lora_files.matrices(tensors_of(model / "model.safetensors"), "blocks"))
-    assert re.search(r"lora style\.safetensors, strength 0\.5: \d+ tensors of denoiser", said)
-    assert "strength 0:" in said
+    assert re.search(r"lora style\.safetensors, strength 0\.5: \d+ tensors of denoiser", printed)
+    assert "strength 0:" in printed
     plan = everyframe.plan("a red circle", model=str(model), size="32x32", num_frames=5,
                            loras=f"{lora}:0.5")  # fmt: skip
-    (told,) = plan.to_json()["loras"]
-    assert told["file"] == "style.safetensors"
-    assert dict(told["components"]) == {"denoiser": number}
+    (entry,) = plan.to_json()["loras"]
+    assert entry["file"] == "style.safetensors"
+    assert dict(entry["components"]) == {"denoiser": number}
 
 
 @pytest.mark.parametrize("command", ["plan", "generate"])
@@ -187,10 +187,10 @@ def test_wrong_files_are_one_line_and_wrong_input(
         ("style.safetensors:1e5", "must be a number between"),
     ):
         assert main([command, *asked, "--lora", file]) == 2
-        said = capsys.readouterr().err.strip()
-        assert text in said
-        assert len(said.splitlines()) == 1
-        assert "Traceback" not in said
+        printed = capsys.readouterr().err.strip()
+        assert text in printed
+        assert len(printed.splitlines()) == 1
+        assert "Traceback" not in printed
 
 
 def test_values_that_are_not_finite_stop_a_run_before_it_computes(model: Path, lora: Path) -> None:
@@ -208,14 +208,14 @@ def test_values_that_are_not_finite_stop_a_run_before_it_computes(model: Path, l
 
 def test_a_record_makes_the_video_again(model: Path, lora: Path, tmp_path: Path) -> None:
     video = generate(model, loras=f"{tmp_path / lora}:0.5")
-    (told,) = video.record["request"]["loras"]
-    assert told["strength"] == 0.5
-    assert set(told["file"]) == {"file", "sha256"}
-    assert told["file"]["file"] == "style.safetensors"
+    (entry,) = video.record["request"]["loras"]
+    assert entry["strength"] == 0.5
+    assert set(entry["file"]) == {"file", "sha256"}
+    assert entry["file"]["file"] == "style.safetensors"
     assert str(tmp_path) not in json.dumps(video.record)
     again = generate(None, from_record=video, model=str(model))
     assert np.array_equal(again.frames, video.frames)
-    assert again.record["request"]["loras"] == [told]
+    assert again.record["request"]["loras"] == [entry]
     other = generate(None, from_record=video, model=str(model), loras=[])
     assert not np.array_equal(other.frames, video.frames)
 
@@ -332,8 +332,8 @@ def test_the_command_line_from_end_to_end(model: Path, lora: Path, tmp_path: Pat
     asked = ["a red circle", "--size", "32x32", "--frames", "5", "--steps", "2", "--seed", "3"]
     run(*asked, "--lora", f"{lora}:0.5", "-o", "out.mp4")
     run(*asked, "-o", "plain.mp4")
-    said = run("--from", "out.mp4", "-o", "again.mp4")
-    assert "not those" not in said
+    printed = run("--from", "out.mp4", "-o", "again.mp4")
+    assert "not those" not in printed
     frames = {each: read_video(f"{each}.mp4")[0] for each in ("out", "again", "plain")}
     assert np.array_equal(frames["out"], frames["again"])
     assert not np.array_equal(frames["out"], frames["plain"])

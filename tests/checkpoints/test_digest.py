@@ -86,7 +86,7 @@ def test_a_broken_memory_is_no_trouble(tmp_path: Path, own_cache: Path) -> None:
     assert [path.name for path in own_cache.iterdir()] == ["digests.json"]
 
 
-def test_an_unwritable_cache_is_said_once_and_no_trouble(
+def test_an_unwritable_cache_is_reported_once_and_no_trouble(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As a home folder without writing is; a run has several digests and times."""

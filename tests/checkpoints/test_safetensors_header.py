@@ -1,4 +1,4 @@
-"""Each way in which a safetensors file can be broken is told by name, before a tensor is read."""
+"""Each way to break a safetensors file is named in an error, before a tensor is read."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from everyframe.cli.main import main
 from everyframe.doctor.report import Report
 
 
-def test_trouble_is_told_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_trouble_is_reported_with_its_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--as", "a100-oneflow"]) == 1
     out, err = capsys.readouterr()
     lines = out.splitlines()
@@ -23,7 +23,7 @@ def test_trouble_is_told_with_its_command(capsys: pytest.CaptureFixture[str]) ->
     command = "export ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION=False"
     assert command in [line.strip() for line in lines]
     assert lines[-1] == "Not ready: 1 error, 1 note on NVIDIA A100-SXM4-80GB."
-    # Nothing of what is fine is told in detail.
+    # No details of what is fine.
     assert not any("oneflow 0.9" in line for line in lines)
 
 
@@ -71,7 +71,7 @@ def test_a_report_to_paste() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("doctor known-isues", "did you mean 'known-issues'"),
         ("doctor --as a100-oneflo", "did you mean 'a100-oneflow'"),
@@ -79,11 +79,13 @@ def test_a_report_to_paste() -> None:
         ("doctor --as cpu --smoke", "can't make a video"),
     ],
 )
-def test_what_can_not_be_asked(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_can_not_be_asked(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(words.split()) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert said in err
+    assert message in err
     assert err.count("\n") == 1
 
 

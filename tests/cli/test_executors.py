@@ -39,9 +39,9 @@ def test_flags_without_a_meaning_are_one_line(
     flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", *ASKED, *flags]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert len(said.splitlines()) == 1
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert len(printed.splitlines()) == 1
 
 
 def test_ray_under_torchrun_is_refused(

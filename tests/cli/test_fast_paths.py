@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 def test_every_path_has_a_line(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["paths", "--model", model, "--size", "16x16", "--num-frames", "3", "--device", "cpu"]
     assert main([*asked, "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    rows = {(row["component"], row["path"]): row for row in told["paths"]}
+    report = json.loads(capsys.readouterr().out)
+    rows = {(row["component"], row["path"]): row for row in report["paths"]}
     assert rows["denoiser", "attention-flash"]["verdict"] == "expected"
     assert rows["denoiser", "linear-gelu"]["verdict"] == "untried"
     assert rows["denoiser", "linear-gelu"]["closeness"] == "rounding"
@@ -41,7 +41,7 @@ def test_every_path_has_a_line(model: str, capsys: pytest.CaptureFixture[str]) -
         (["--attention", "mathe"], "did you mean 'math'?"),
     ],
 )
-def test_a_wrong_name_is_told_with_the_nearest(
+def test_a_wrong_name_is_reported_with_the_nearest(
     words: list[str], says: str, model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["paths", "--model", model, *words]) == 2

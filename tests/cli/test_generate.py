@@ -178,7 +178,7 @@ def test_sizes_are_checked_before_anything_runs(
         ("--report file", "report must be a folder, and 'file' is none"),
     ],
 )
-def test_what_needs_no_model_is_told_before_the_engine_starts(
+def test_what_needs_no_model_is_reported_before_the_engine_starts(
     words: str, says: str, engine: FakeEngine, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("file").write_text("")

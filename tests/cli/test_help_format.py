@@ -81,9 +81,9 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.delenv("EVERYFRAME_LOG", raising=False)
 
 
-@pytest.mark.parametrize(("words", "said"), BAD, ids=[words for words, _ in BAD])
+@pytest.mark.parametrize(("words", "message"), BAD, ids=[words for words, _ in BAD])
 def test_bad_input_is_one_line(
-    words: str, said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    words: str, message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     code = main(words.split())
     out, err = capsys.readouterr()
@@ -91,7 +91,7 @@ def test_bad_input_is_one_line(
     assert out == ""
     assert err.startswith("error: ")
     assert err.count("\n") == 1
-    assert said in err
+    assert message in err
     assert not list(tmp_path.iterdir()), "something was written"
 
 

@@ -60,17 +60,17 @@ def test_a_place_is_1_and_drawn(traces: Path, capsys: pytest.CaptureFixture[str]
 
 def test_json_is_one_line(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert diff(traces, "right", "wrong", "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["type"] == "trace_diff"
-    assert not told["explained"]
-    assert told["place"]["module"] == "model.blocks.1.attn.core"
-    assert told["place"]["kind"] == "output"
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["type"] == "trace_diff"
+    assert not shown["explained"]
+    assert shown["place"]["module"] == "model.blocks.1.attn.core"
+    assert shown["place"]["kind"] == "output"
     assert diff(traces, "right", "right", "--json") == 0
     assert json.loads(capsys.readouterr().out)["largest"] == 0
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "shown"),
     [
         ("right.trace large.trace", "two sizes: the input x of model, call 1 is (1, 40, 32)"),
         ("right.trace none.trace", "there is no trace"),
@@ -82,7 +82,7 @@ def test_json_is_one_line(traces: Path, capsys: pytest.CaptureFixture[str]) -> N
     ],
 )
 def test_wrong_input_is_2_and_one_line(
-    traces: Path, words: str, told: str, capsys: pytest.CaptureFixture[str],
+    traces: Path, words: str, shown: str, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(traces)
@@ -90,7 +90,7 @@ def test_wrong_input_is_2_and_one_line(
     assert main(["trace", "diff", *words.split()]) == 2
     out, err = capsys.readouterr()
     assert out == ""
-    assert told in err
+    assert shown in err
     assert err.count("\n") == 1
     assert {path.suffix for path in traces.iterdir()} == {".trace", ""}
 

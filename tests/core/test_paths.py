@@ -1,4 +1,4 @@
-"""Paths as people give them: what nothing can be called is told before anything opens it."""
+"""Paths as people give them: impossible ones are refused before anything opens them."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def test_what_a_file_may_be_called(given: Any) -> None:
 
 @pytest.mark.parametrize("given", ["a" * 300, "a/" * 3000, "a\0b", None, 5, b"x", ["x"]])
 def test_what_nothing_can_be_called(given: Any) -> None:
-    with pytest.raises(InputError, match=r"^report ") as told:
+    with pytest.raises(InputError, match=r"^report ") as raised:
         check_path(given, "report")
-    assert len(str(told.value)) < 200
+    assert len(str(raised.value)) < 200
 
 
 def test_homes() -> None:
@@ -41,7 +41,7 @@ def test_a_loras_file_is_such_a_path(file: str) -> None:
         _ = parse_lora(file).path
 
 
-def test_a_user_without_a_home_is_told_what_to_set(
+def test_a_user_without_a_home_learns_what_to_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a container that is run for a user whom it doesn't know."""

@@ -102,9 +102,9 @@ def test_methods_of_other_kinds_are_not_compared(one: str, other: str) -> None:
     ],
 )
 def test_anything_else_is_an_error(text: str, says: str) -> None:
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as raised:
         Request(quality=text)
-    assert says in str(told.value)
+    assert says in str(raised.value)
 
 
 def test_computed_steps_begin_with_the_first_and_are_even() -> None:

@@ -1,4 +1,4 @@
-"""Values of options from Python: numbers of any kind are numbers, and what is none is told as that.
+"""Values of options from Python: numbers of any kind are taken, anything else is refused.
 
 What a command line says of the same is in `tests/cli/test_help_format.py`.
 """
@@ -35,24 +35,24 @@ def test_numbers_of_any_kind(five: Any) -> None:
 def test_what_is_no_number(name: str, given: Any) -> None:
     with pytest.raises(
         InputError, match=f"^{name} must be a (whole|finite )?.*number, got"
-    ) as told:
+    ) as raised:
         Request(**{name: given})
-    assert ";" not in str(told.value), "one thing is said of one option"
+    assert ";" not in str(raised.value), "one error for one option"
 
 
 @pytest.mark.parametrize("given", ["lots", "nan", "1e400", "a,b", True, {}])
 def test_one_number_or_several_are_one_option(given: Any) -> None:
-    with pytest.raises(InputError) as told:
+    with pytest.raises(InputError) as raised:
         InpaintOptions(control_guidance_end=given)
-    assert str(told.value).startswith("control_guidance_end must be a ")
-    assert str(told.value).count("must be") == 1
+    assert str(raised.value).startswith("control_guidance_end must be a ")
+    assert str(raised.value).count("must be") == 1
 
 
 @pytest.mark.parametrize("given", [10**400, "9" * 400, 1e308])
 def test_of_what_is_long_the_beginning_is_reported(given: Any) -> None:
-    with pytest.raises(InputError, match="num_frames must be") as told:
+    with pytest.raises(InputError, match="num_frames must be") as raised:
         Request(num_frames=given)
-    assert len(str(told.value)) < 150
+    assert len(str(raised.value)) < 150
 
 
 def test_switches_stay_switches() -> None:

@@ -123,8 +123,8 @@ def test_pictures_of_every_form_are_handed_on_as_they_are(name: str) -> None:
                 # What diffusers refuses may be served, and is refused in its words where it isn't.
                 try:
                     assert ours(pipe, given).std() > 0
-                except EveryframeError as ours_said:
-                    assert " ".join(str(error).split())[:40] in str(ours_said), form  # noqa: PT017
+                except EveryframeError as refused:
+                    assert " ".join(str(error).split())[:40] in str(refused), form  # noqa: PT017
                 continue
             assert np.array_equal(ours(pipe, given), wanted, equal_nan=True), form
             same += 1
@@ -141,8 +141,8 @@ def test_what_diffusers_takes_no_picture_in_is_given_in_rgb(form: str) -> None:
     frames = ours(pipe, {**call, "image": value}, events)
     plain = Image.fromarray(read_image(value))
     assert np.array_equal(frames, theirs(pipe, {**call, "image": plain}))
-    told = [each.text for each in events if isinstance(each, Note) and "RGB instead" in each.text]
-    assert len(told) == (form != "16 bits"), "integers are a picture wherever they are given"
+    notes = [each.text for each in events if isinstance(each, Note) and "RGB instead" in each.text]
+    assert len(notes) == (form != "16 bits"), "integers are a picture wherever they are given"
 
 
 def test_a_plan_follows_what_is_given_again_in_rgb(tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ def test_a_plan_follows_what_is_given_again_in_rgb(tmp_path: Path) -> None:
         everyframe.generate(image=refused, **asked)
 
 
-def test_the_steps_of_a_call_that_was_refused_once_are_not_told_twice() -> None:
+def test_the_steps_of_a_call_that_was_refused_once_are_not_reported_twice() -> None:
     events: list[Event] = []
     call = {**call_of("LTXImageToVideoPipeline"), "image": picture(20, 24, "L")}
     ours(pipeline("LTXImageToVideoPipeline"), call, events)
@@ -189,9 +189,9 @@ def test_a_call_that_begins_at_latents_needs_no_picture() -> None:
     packed = torch.randn(1, 2, 8, generator=torch.Generator().manual_seed(0))
     with pytest.raises(InputError, match="give one"):
         ours(pipe, call)
-    with pytest.raises(EveryframeError) as told:
+    with pytest.raises(EveryframeError) as raised:
         ours(pipe, {**call, "latents": packed})
-    assert "give one" not in str(told.value), "diffusers' own words on latents of that shape"
+    assert "give one" not in str(raised.value), "diffusers' own words on latents of that shape"
 
 
 def test_embeddings_in_place_of_a_prompt_that_its_call_requires() -> None:
@@ -232,8 +232,8 @@ def test_lengths_are_those_that_the_pipeline_makes(name: str, frames: int, made:
         call["image"] = picture(20, 24)
     got = ours(pipe, call, events)
     assert np.array_equal(got, theirs(pipe, call))
-    told = [each.text for each in events if isinstance(each, Note) and "frames of" in each.text]
-    assert len(told) == (len(got) != frames)
+    notes = [each.text for each in events if isinstance(each, Note) and "frames of" in each.text]
+    assert len(notes) == (len(got) != frames)
     assert len(got) == made
 
 
@@ -250,7 +250,7 @@ def test_what_nobody_gave_is_left_to_the_pipeline() -> None:
 
 
 def test_a_plan_tells_the_length_that_is_made(tmp_path: Path) -> None:
-    """The dry run sees what the pipeline rounds to; what it is told stays what was asked for."""
+    """The dry run sees what the pipeline rounds to; what it is given stays what was asked for."""
     pipeline("WanPipeline").save_pretrained(tmp_path / "wan")
     asked = {"prompt": PROMPT, "size": "32x32", "num_frames": 7, "num_inference_steps": 2}
     plan = everyframe.plan(model=str(tmp_path / "wan"), option={"max_sequence_length": 16}, **asked)

@@ -167,7 +167,7 @@ class Packed(torch.Tensor):
         return made.as_subclass(torch.Tensor) if func is nn.functional.linear else made
 
 
-def test_values_beyond_float16_are_told_of_weights_that_cannot_be_wider(wan: Any) -> None:
+def test_values_beyond_float16_are_reported_of_weights_that_cannot_be_wider(wan: Any) -> None:
     """A repair of them ended in an error of the quantizer's own."""
     wan.to(torch.float16)
     layer = wan.transformer.blocks[0].ffn.net[0].proj
@@ -179,7 +179,7 @@ def test_values_beyond_float16_are_told_of_weights_that_cannot_be_wider(wan: Any
 
 
 def test_what_quantized_weights_are_given_is_not_blamed_on_them(wan: Any) -> None:
-    """They were told to have made the NaN that they got."""
+    """They were reported to have made the NaN that they got."""
     layer = wan.transformer.blocks[0].ffn.net[0].proj
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Packed), requires_grad=False)
     asked = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 1}

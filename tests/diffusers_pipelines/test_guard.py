@@ -177,7 +177,7 @@ def test_a_sampler_that_overflows_is_named(
         run(pipe, "cogvideox")
 
 
-def test_frames_of_one_colour_are_told(pipe_of: Callable[[str], Any]) -> None:
+def test_frames_of_one_colour_are_reported(pipe_of: Callable[[str], Any]) -> None:
     pipe = copy.deepcopy(pipe_of("cogvideox"))
     conv = pipe.vae.decoder.conv_out.conv
     with planted(pipe, "vae.decoder.conv_out.conv"):
@@ -191,8 +191,8 @@ def test_frames_of_one_colour_are_told(pipe_of: Callable[[str], Any]) -> None:
             with torch.no_grad():
                 conv.bias.fill_(colour)
             _, events = run(pipe, "cogvideox", prompt=prompt)
-            told = [each for each in events if isinstance(each, Note) and "colour" in each.text]
-            assert bool(told) == is_reported
+            notes = [each for each in events if isinstance(each, Note) and "colour" in each.text]
+            assert bool(notes) == is_reported
             assert not [event for event in events if isinstance(event, Repaired)]
 
 
@@ -221,7 +221,7 @@ def test_frames_of_any_one_colour_are_decoded_again(
 
 
 @pytest.mark.parametrize("how", ["layerwise", "disk"])
-def test_weights_that_are_set_anew_in_each_call_are_told(
+def test_weights_that_are_set_anew_in_each_call_are_reported(
     how: str, pipe_of: Callable[[str], Any], tmp_path: Path
 ) -> None:
     """A repair would widen weights that the call replaces; it ended in a mismatch of dtypes."""
@@ -231,11 +231,11 @@ def test_weights_that_are_set_anew_in_each_call_are_told(
         weight.copy_(weight.float() * (6e4 / weight.float().abs().max()))
     if how == "layerwise":
         pipe.transformer.enable_layerwise_casting(torch.float8_e5m2, torch.float16)
-        told = "give it a wider compute_dtype"
+        message = "give it a wider compute_dtype"
     else:
-        told = "reads its weights from a disk"
+        message = "reads its weights from a disk"
         pipe.transformer.enable_group_offload(
             torch.device("cpu"), offload_type="leaf_level", offload_to_disk_path=str(tmp_path)
         )
-    with pytest.raises(NumericsError, match=f"step 1 .* transformer made values .*{told}"):
+    with pytest.raises(NumericsError, match=f"step 1 .* transformer made values .*{message}"):
         run(pipe, "cogvideox")

@@ -220,13 +220,15 @@ def test_on_a_card_parts_take_turns_and_then_come_by_blocks() -> None:
             yield MemorySaving(tiles, "in tiles", is_lossy=True)
 
     fallbacks = PipelineOomFallbacks(on_card, pipe, nets, savings)
-    said = []
+    found = []
     for at in ("", "net", "net", "vae", "vae", "vae"):
         fallback = fallbacks.next(at)
-        said.append(None if fallback is None else (fallback.component, fallback.message.split()[0]))
+        found.append(
+            None if fallback is None else (fallback.component, fallback.message.split()[0])
+        )
         for name, each in nets.items():
             assert torch.equal(each(inputs()), wanted[name])
-    assert said == [
+    assert found == [
         ("", "torch's"),
         ("", "model"),
         ("net", "block"),

@@ -184,7 +184,7 @@ ABSORBED = (
 def test_what_somebody_broke_is_named_and_refused(
     fault: str, name: str, pipe_of: Callable[[str], Any]
 ) -> None:
-    plant, told = REFUSED[fault]
+    plant, message = REFUSED[fault]
     pipe = pipe_of(name)
     with plant(pipe, name):
         wanted = by_diffusers(pipe, name)
@@ -193,7 +193,7 @@ def test_what_somebody_broke_is_named_and_refused(
             assert np.isfinite(wanted).all()
             assert np.array_equal(run(pipe, name)[0], wanted)
         else:
-            with pytest.raises(NumericsError, match=re.escape(told(name))) as caught:
+            with pytest.raises(NumericsError, match=re.escape(message(name))) as caught:
                 run(pipe, name)
             assert "othing was written" in str(caught.value)
             assert not np.isfinite(wanted).all()
@@ -201,7 +201,7 @@ def test_what_somebody_broke_is_named_and_refused(
 
 
 @pytest.mark.parametrize("name", PIPELINES)
-def test_what_goes_wrong_once_is_told_and_computed_again(
+def test_what_goes_wrong_once_is_reported_and_computed_again(
     name: str, pipe_of: Callable[[str], Any]
 ) -> None:
     pipe = pipe_of(name)

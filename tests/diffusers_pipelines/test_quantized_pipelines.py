@@ -132,12 +132,12 @@ def test_blocks_stay_in_memory_and_give_the_same_bits(wan: Path, umt5: Path) -> 
     wanted = frames(wan, components=components, quantize="none")
     assert np.array_equal(frames(wan, components=components, quantize="gguf"), wanted)
     asked = tiny_families.asked("wan", model=str(wan), dtype="fp32", components=components)
-    kept, wide = (everyframe.plan(**asked, quantize=kind) for kind in ("gguf", "none"))
-    part = kept.component("text_encoder")
+    packed, wide = (everyframe.plan(**asked, quantize=kind) for kind in ("gguf", "none"))
+    part = packed.component("text_encoder")
     assert part.precision.weight_dtype == "gguf"
-    assert kept.component("transformer").precision.weight_dtype == ""
+    assert packed.component("transformer").precision.weight_dtype == ""
     assert part.weight_bytes < 0.75 * wide.component("text_encoder").weight_bytes
-    assert any("stay in the blocks of their GGUF file" in note for note in kept.notes)
+    assert any("stay in the blocks of their GGUF file" in note for note in packed.notes)
 
 
 def test_a_lora_on_blocks_is_merged_into_what_it_changes(

@@ -115,7 +115,7 @@ def test_without_the_package_the_command_is_named(
         ({"quantize": KIND, "compile": True}, "quantize=int8-dynamic and compile: give one"),
     ],
 )
-def test_what_can_t_be_is_said(wan: Path, options: dict[str, Any], says: str) -> None:
+def test_what_can_t_be_is_reported(wan: Path, options: dict[str, Any], says: str) -> None:
     with pytest.raises(InputError, match=says):
         everyframe.plan(**asked(wan, **options))
 

@@ -289,7 +289,7 @@ def test_libraries_of_an_index(name: str, known: bool) -> None:
 
 
 def test_a_runs_folder_does_not_allow_code(copy: Path, tmp_path: Path) -> None:
-    """Whoever goes on with it says so again; the folder may have come from elsewhere."""
+    """Whoever resumes it has to allow it again; the folder may have come from elsewhere."""
     code = PAYLOAD + "from diffusers import CogVideoXPipeline\nclass Mine(CogVideoXPipeline): ...\n"
     (copy / "my_code.py").write_text(code, encoding="utf-8")
     edit(copy / "model_index.json", _class_name=["my_code", "Mine"])

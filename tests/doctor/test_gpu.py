@@ -29,7 +29,7 @@ def test_the_libraries_are_those_that_are_loaded() -> None:
 def test_a_small_video_is_right_in_each_precision() -> None:
     report = diagnose(["devices"], smoke=True)
     (check,) = (check for check in report.checks if check.name == "smoke")
-    # What a machine that does other things as well has no time for is left out and said.
+    # What a machine that does other things as well has no time for is left out, with a line.
     left_out = [finding for finding in check.findings if "did not end within" in finding.message]
     assert [*check.findings] == left_out, check.findings
     assert "cuda:0 in bfloat16: off by" in " ".join(check.details)

@@ -1,4 +1,4 @@
-"""What the doctor says of the ten machines that ship, in both directions: trouble and none."""
+"""What the doctor finds on the ten machines that ship: their known issues, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from everyframe.doctor.diagnose import check_names, diagnose
 from everyframe.doctor.report import Report
 from everyframe.hardware.profiles import find_profile, machine_names
 
-#: Machine -> the known issues that are trouble on it, each with the command that mends it.
+#: Machine -> the known issues that are errors on it, each with the command that fixes it.
 SICK = {
     "a100-oneflow": {
         "onediff-svd-attention-half-accum-nan": (
@@ -39,8 +39,8 @@ WELL = ("v100-oneflow", "rtx4090-nexfort", "h20-cublas12.5.2.13", "m1", "cpu", "
 OTHERS = {"rtx2080ti-nexfort": {"versions"}, "h20-cublas12.1": {"tested"}}
 
 
-def troubles(report: Report) -> dict[str, list[Any]]:
-    """Check -> its findings that are trouble."""
+def find_errors(report: Report) -> dict[str, list[Any]]:
+    """Check -> its findings that are errors."""
     return {
         check.name: [finding for finding in check.findings if finding.mark == "error"]
         for check in report.checks
@@ -53,9 +53,9 @@ def test_each_machine_has_its_expectation() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SICK))
-def test_what_is_wrong_is_said_with_what_mends_it(name: str) -> None:
+def test_what_is_wrong_is_reported_with_what_mends_it(name: str) -> None:
     report = diagnose(profile=name)
-    found = troubles(report)
+    found = find_errors(report)
     assert report.has_errors
     assert "Not ready" in report.message
     issues = {finding.issue: finding for finding in found.pop("known-issues")}
@@ -68,22 +68,22 @@ def test_what_is_wrong_is_said_with_what_mends_it(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", WELL)
-def test_where_nothing_is_wrong_nothing_is_said(name: str) -> None:
+def test_where_nothing_is_wrong_nothing_is_reported(name: str) -> None:
     report = diagnose(profile=name)
-    assert troubles(report) == {}
+    assert find_errors(report) == {}
     assert not report.has_errors
     assert report.message.startswith("Ready on ")
     assert not any(check.mark == "broke" for check in report.checks)
 
 
 def test_the_old_torch_is_named_with_the_least_that_works() -> None:
-    versions = troubles(diagnose(["versions"], profile="rtx2080ti-nexfort"))["versions"]
+    versions = find_errors(diagnose(["versions"], profile="rtx2080ti-nexfort"))["versions"]
     texts = [finding.message for finding in versions]
     assert any("torch 2.3.0 is older than 2.11" in text for text in texts)
     assert 'pip install -U "torch>=2.11"' in [finding.fix[0].command for finding in versions]
 
 
-def test_what_is_loaded_and_what_pip_lists_are_told_apart() -> None:
+def test_what_is_loaded_and_what_pip_lists_are_distinguished() -> None:
     (check,) = diagnose(["libraries"], profile="h20-cublas12.1").checks
     assert check.findings[0].message == "cublas 12.1.3 is loaded, and pip lists 12.6.4.1"
     (check,) = diagnose(["libraries"], profile="h20-cublas12.5.2.13").checks
@@ -103,8 +103,8 @@ def changed(name: str, folder: Path, **software: Any) -> Path:
 def test_the_setting_that_mends_it_mends_it(tmp_path: Path, value: str) -> None:
     name = "ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION"
     report = diagnose(profile=changed("a100-oneflow", tmp_path, environment={name: value}))
-    assert troubles(report) == {}
-    # And the variable is told with what stands for it here.
+    assert find_errors(report) == {}
+    # And the variable is reported with its value here.
     (finding,) = next(check for check in report.checks if check.name == "environment").findings
     assert finding.message == f"{name}={value}"
     assert "attention sums in float32" in (finding.cause or "")
@@ -113,20 +113,20 @@ def test_the_setting_that_mends_it_mends_it(tmp_path: Path, value: str) -> None:
 def test_the_setting_that_does_not_mend_it_does_not(tmp_path: Path) -> None:
     environment = {"ONEFLOW_ATTENTION_ALLOW_HALF_PRECISION_ACCUMULATION": "1"}
     report = diagnose(profile=changed("a100-oneflow", tmp_path, environment=environment))
-    assert set(troubles(report)) == {"known-issues"}
+    assert set(find_errors(report)) == {"known-issues"}
 
 
 def test_a_card_with_the_same_chip_and_no_report_is_well(tmp_path: Path) -> None:
     profile = find_profile("h20-cublas12.1").model_dump(mode="json")
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({**profile, "name": "NVIDIA H200"}))
-    assert troubles(diagnose(profile=path)) == {}
+    assert find_errors(diagnose(profile=path)) == {}
 
 
 def test_imaginairy_on_an_m1(tmp_path: Path) -> None:
     packages = {"torch": "2.13.0", "imaginairy": "14.3.0"}
     report = diagnose(["known-issues"], profile=changed("m1", tmp_path, packages=packages))
-    assert [each.issue for each in troubles(report)["known-issues"]] == [
+    assert [each.issue for each in find_errors(report)["known-issues"]] == [
         "svd-float-half-time-embed"
     ]
 

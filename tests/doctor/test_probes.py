@@ -1,6 +1,6 @@
 """Each probe is content with this machine and finds the fault that it is there for, planted here.
 
-The limits that they judge by are told where they stand (`everyframe.doctor.probes.arithmetic`).
+The limits that they judge by are stated where they stand (`everyframe.doctor.probes.arithmetic`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ QUICK = [item for item in PROBES if item.name not in ("compile", "collectives")]
 
 @pytest.mark.parametrize("item", QUICK, ids=lambda item: item.name)
 def test_a_probe_is_content_here(item: Any) -> None:
-    told = call(item.place, "cpu")
-    assert (told["wrong"], told["notes"], told["skipped"]) == ([], [], None)
+    report = call(item.place, "cpu")
+    assert (report["wrong"], report["notes"], report["skipped"]) == ([], [], None)
 
 
 @pytest.mark.parametrize(
@@ -154,9 +154,11 @@ def test_a_convolution_that_takes_too_much_memory(monkeypatch: pytest.MonkeyPatc
         return got, seconds, 17.0 if x.dtype == torch.bfloat16 else 2.0
 
     monkeypatch.setattr(layers, "_time", greedy)
-    told = layers.convolution("cpu")
-    assert told["wrong"] == []
-    assert told["notes"] == ["a 3D convolution in bfloat16 takes 17 times the memory of its output"]
+    report = layers.convolution("cpu")
+    assert report["wrong"] == []
+    assert report["notes"] == [
+        "a 3D convolution in bfloat16 takes 17 times the memory of its output"
+    ]
 
 
 def test_upsampling_that_smooths(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,8 +191,8 @@ def test_times_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_a_compiled_kernel_is_right() -> None:
     item = next(item for item in PROBES if item.name == "compile")
-    told = call(item.place, "cpu")
-    assert told["wrong"] == []
+    report = call(item.place, "cpu")
+    assert report["wrong"] == []
 
 
 @pytest.mark.slow

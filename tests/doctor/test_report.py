@@ -1,4 +1,4 @@
-"""A report is data with a schema; shared, it holds nothing private; rows and variables are told."""
+"""A report is data with a schema, with rows and variables; shared, it holds nothing private."""
 
 from __future__ import annotations
 
@@ -92,16 +92,16 @@ def test_the_minimum_is_that_of_the_project() -> None:
     ],
 )
 def test_the_answer_of_the_table(judged: DoctorInput, answer: str) -> None:
-    told = reference_tables.look_up(
+    found = reference_tables.look_up(
         judged.machine, judged.machine.devices[0], reference_tables.table().rows
     )
-    assert told.answer == answer
+    assert found.answer == answer
 
 
 def test_the_row_to_contribute_makes_it_tested() -> None:
     judged = patient(CARD, driver="550.1", cuda="12.6", libraries={"cublas": "12.5.2.13"})
-    told = reference_tables.look_up(judged.machine, CARD, reference_tables.table().rows)
-    line = reference_tables.as_line(told.own)
+    found = reference_tables.look_up(judged.machine, CARD, reference_tables.table().rows)
+    line = reference_tables.as_line(found.own)
     (row,) = read_yaml(line)
     again = reference_tables.look_up(judged.machine, CARD, (reference_tables.TestedRow(**row),))
     assert again.answer == "tested"

@@ -61,11 +61,11 @@ def test_a_fault_has_errors_with_its_name(name: str, seconds: float, text: str) 
 
 def test_a_broken_card_is_not_blamed_on_software(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither where torch is asked for devices, nor where a probe loses one."""
-    said = "CUDA error: uncorrectable ECC error encountered"
+    message = "CUDA error: uncorrectable ECC error encountered"
     monkeypatch.setattr(facts, "_as_plain", crashing_functions.lose_a_card)
     (check,) = diagnose(["devices"]).checks
     (finding,) = check.findings
-    assert finding.message.endswith(f", cuda:0 was lost before it was used ({said})")
+    assert finding.message.endswith(f", cuda:0 was lost before it was used ({message})")
     assert finding.cause == "its memory gave wrong bits"
     assert "nvidia-smi -q -d ECC" in finding.fix[0].do
     assert finding.fix[0].command is None
@@ -105,7 +105,7 @@ def test_a_death_as_on_h20_brings_the_cublas_that_mends_it() -> None:
 
 
 def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Dead, hanging and nonsensical probes together: each told, the last line says how many."""
+    """Dead, hanging and nonsensical probes together: all reported, the last line counts them."""
     names = ("divide_by_zero", "give_nonsense", "hang", "be_well")
     plants = tuple(
         Probe(
@@ -119,10 +119,10 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
         for name in names
     )
     monkeypatch.setattr(diagnosing, "PROBES", plants)
-    told: list[str] = []
-    report = diagnose([*names, "known-issues"], on_check=lambda check: told.append(check.name))
+    reported: list[str] = []
+    report = diagnose([*names, "known-issues"], on_check=lambda check: reported.append(check.name))
     marks = {check.name: check.mark for check in report.checks}
-    assert told == [*names, "known-issues"]
+    assert reported == [*names, "known-issues"]
     assert marks["divide_by_zero"] == "error"
     assert marks["give_nonsense"] == "broke"
     assert marks["hang"] == "note"
@@ -131,7 +131,7 @@ def test_the_doctor_goes_on_after_all_of_them(monkeypatch: pytest.MonkeyPatch) -
     assert report.message.startswith("Not ready: 1 error, 1 check that broke, 1 note")
 
 
-def test_a_torch_that_kills_is_told_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torch_that_kills_is_reported_and_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     dead = ProcessResult(signal="SIGSEGV", seconds=0.1)
     monkeypatch.setattr(facts, "run_isolated", lambda *args, **kwargs: dead)
     report = diagnose(["devices", "products"])

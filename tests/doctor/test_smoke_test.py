@@ -1,4 +1,4 @@
-"""The small validation of new hardware: right frames pass, wrong, dead and late ones are told."""
+"""The small validation of new hardware: right frames pass; wrong, dead and late ones do not."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def one_bad_frame() -> np.ndarray[Any, Any]:
         (ProcessResult(error="NumericsError: not finite", seconds=1.0), "not finite"),
     ],
 )
-def test_what_is_wrong_is_told_by_precision(
+def test_what_is_wrong_is_reported_by_precision(
     answer: object, text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch, float16=answer)
@@ -133,7 +133,7 @@ def test_two_minutes_are_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ]  # fmt: skip
 
 
-def test_what_hangs_is_told_from_what_had_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hangs_is_distinguished_from_what_had_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoking, "for_device", lambda device: ())
     plant(monkeypatch, float32=ProcessResult(timed_out=True, seconds=105.0))
     check = smoking.smoke(ON_CARD)

@@ -149,7 +149,7 @@ PLANTED: dict[str, tuple[Callable[[], nn.Module], str, str, str]] = {
     ),
     "mps": (DoubleTable, "", "arange", "missing"),
 }
-#: A profile whose policy has no trouble with the same model.
+#: A profile whose policy accepts the same model.
 CLEAN = {
     "cpu-fp32": "cpu-bf16", "cpu-bf16": "cuda-sm70", "cuda-sm70": "cuda-sm80",
     "cuda-sm75": "cpu-bf16", "mps": "cuda-sm70", "rocm": "cpu-bf16",
@@ -204,7 +204,7 @@ def test_islands_are_held_to_what_the_plan_says() -> None:
     assert dtypes == {"float16", "float32"}  # its input is cast at its edge
 
 
-def test_statistics_in_half_precision_are_told_and_do_not_stop_a_run() -> None:
+def test_statistics_in_half_precision_are_reported_and_do_not_stop_a_run() -> None:
     found = dry(Bad(), "cuda-sm70", (2, 4), islands=("last",))
     assert [(each.kind, each.operation, each.is_fatal) for each in found.findings] == [
         ("narrow", "cos", False)

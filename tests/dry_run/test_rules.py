@@ -147,7 +147,7 @@ def test_apples_arrays_end_at_4_gib() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_angles_and_squares_below_float32_are_told(dtype: torch.dtype) -> None:
+def test_angles_and_squares_below_float32_are_reported(dtype: torch.dtype) -> None:
     narrow, wide = a(2, dtype=dtype), a(2)
     for operation, args in (("aten::sin", ()), ("aten::pow", (narrow, 2)), ("aten::rsqrt", ())):
         assert list(rules.check_statistics(operation, args, [narrow]))
@@ -156,7 +156,7 @@ def test_angles_and_squares_below_float32_are_told(dtype: torch.dtype) -> None:
     assert not list(rules.check_statistics("aten::pow", (narrow, 3), [narrow]))
 
 
-def test_why_they_are_told() -> None:
+def test_why_they_are_reported() -> None:
     """The numbers behind it: a noise level of 700 squared, and timestep 999.4."""
     assert torch.tensor(700.0).half().square().isinf()
     assert torch.tensor(999.4).bfloat16().item() == 1000

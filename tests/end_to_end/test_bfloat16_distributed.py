@@ -80,10 +80,10 @@ def open_sora(version: str) -> Sampled:
         build_model(config(**sizes, caption_channels=WIDTH, model_max_length=6)), islands
     )
     context = model.context(drawn(2, 6, WIDTH), torch.arange(6) < torch.tensor([[4], [6]]))
-    told = {} if version == "1.0" else {"fps": 12.0, "height": 64.0, "width": 96.0}
+    conditions = {} if version == "1.0" else {"fps": 12.0, "height": 64.0, "width": 96.0}
 
     def answer(x: Tensor, t: Tensor) -> Tensor:
-        out: Tensor = model(x, t, context, **told)
+        out: Tensor = model(x, t, context, **conditions)
         return out
 
     def sample(x: Tensor) -> Iterator[Step]:
@@ -131,8 +131,8 @@ def video_unet() -> Sampled:
         ),
         svd.UNET_ISLANDS,
     )  # fmt: skip
-    told = torch.tensor([[6.0, 127.0, 0.02]]).expand(2, -1)
-    context, still = model.context(drawn(2, 16), told, 5), drawn(2, 1, 4, 4, 6, seed=3)
+    conditions = torch.tensor([[6.0, 127.0, 0.02]]).expand(2, -1)
+    context, still = model.context(drawn(2, 16), conditions, 5), drawn(2, 1, 4, 4, 6, seed=3)
 
     def answer(x: Tensor, t: Tensor) -> Tensor:
         with_picture = torch.cat([x, still.expand(-1, x.shape[1], -1, -1, -1)], dim=2)
@@ -186,7 +186,7 @@ def latents(group: Communicator, name: str, x: Tensor, fault: Any = None) -> Ten
     return last
 
 
-def apart(one: Tensor, other: Tensor) -> float:
+def distance(one: Tensor, other: Tensor) -> float:
     """The root of their mean squared difference."""
     return float((one - other).square().mean().sqrt())
 
@@ -204,7 +204,7 @@ def floor_of(name: str) -> tuple[Tensor, float]:
             x = start_of(name)
             right = latents(SingleRank(), name, x)
             others = (latents(SingleRank(), name, moved(x, seed)) for seed in range(MOVES))
-            FLOORS[name] = (right, max(apart(other, right) for other in others))
+            FLOORS[name] = (right, max(distance(other, right) for other in others))
     return FLOORS[name]
 
 
@@ -218,7 +218,7 @@ def test_ranks_are_as_near_as_one_unit_in_the_last_place(
     right, floor = floor_of(name)
     found = ranks.run(size, latents, name, start_of(name))
     assert all(torch.equal(each, found[0]) for each in found)
-    assert 0 < apart(found[0], right) < SPREAD * floor
+    assert 0 < distance(found[0], right) < SPREAD * floor
 
 
 def other_noise(group: Communicator, model: nn.Module, x: Tensor) -> Tensor:
@@ -253,4 +253,4 @@ def slightly_wrong(group: Communicator, model: nn.Module, x: Tensor) -> Tensor:
 def test_what_is_not_rounding_is_beyond_it(ranks: Group, name: str, fault: Any) -> None:
     right, floor = floor_of(name)
     found = ranks.run(3, latents, name, start_of(name), fault=fault)
-    assert max(apart(each, right) for each in found) > 1.5 * floor
+    assert max(distance(each, right) for each in found) > 1.5 * floor

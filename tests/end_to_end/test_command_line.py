@@ -159,7 +159,7 @@ def test_little_is_imported_before_it_must(words: list[str]) -> None:
     assert run.stdout.splitlines()[-1].split() == ["loaded:"], run.stdout + run.stderr
 
 
-def test_what_cannot_be_asked_is_told_before_torch_is_there() -> None:
+def test_what_cannot_be_asked_is_reported_before_torch_is_there() -> None:
     """Which takes seconds: the configs of a model, and facts of a machine, are enough for that."""
     words = ["plan", "a red circle", "--model", "shapes"]
     several = ["--as", "cpu-fp32", "--num-devices", "2"]

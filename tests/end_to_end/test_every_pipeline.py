@@ -154,7 +154,7 @@ def test_the_page_has_every_video_pipeline_that_diffusers_has() -> None:
 
 
 @pytest.mark.slow
-def test_what_diffusers_itself_cannot_run_is_told_by_the_plan(tmp_path: Path) -> None:
+def test_what_diffusers_itself_cannot_run_is_reported_by_the_plan(tmp_path: Path) -> None:
     from everyframe.core.errors import CannotRunError
 
     pipe = tiny_diffusers.others.easyanimate()

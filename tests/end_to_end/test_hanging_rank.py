@@ -79,8 +79,8 @@ class Run:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            told = json.loads(line) if line.startswith("{") else {}
-            if told.get("type") == "step" and told.get("stage") == "denoise":
+            event = json.loads(line) if line.startswith("{") else {}
+            if event.get("type") == "step" and event.get("stage") == "denoise":
                 self._at_step = time.monotonic()
 
     def _look(self) -> None:
@@ -115,10 +115,12 @@ def test_a_rank_that_hangs_is_named_and_all_end(
     model: str, tmp_path: Path, planted: str, by_torchrun: bool
 ) -> None:
     run = Run(model, tmp_path, planted, by_torchrun=by_torchrun)
-    said = [line for line in run.errors.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, run.errors
-    told = r"rank 1 did nothing for \d+ s in step \d of 4 of denoise, in denoiser.*; all were ended"
-    assert re.search(told, said[0]), said
+    errors = [line for line in run.errors.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, run.errors
+    message = (
+        r"rank 1 did nothing for \d+ s in step \d of 4 of denoise, in denoiser.*; all were ended"
+    )
+    assert re.search(message, errors[0]), errors
     assert run.seconds < SECONDS
     if by_torchrun:
         assert re.search(r"exitcode +: 5 ", run.errors), run.errors

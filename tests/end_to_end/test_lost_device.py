@@ -1,4 +1,4 @@
-"""A device that is lost in a run: told as that, the state stays good, and the run goes on anew.
+"""A device that is lost in a run: the error names it, the state stays good, the run resumes.
 
 From the first error on every call of a device fails, also of what cleans up (`dying_device`). What
 errors are taken for a loss is in `tests/hardware/test_device_loss.py`.
@@ -41,7 +41,7 @@ PLANTED = Path(__file__).parents[1] / "helpers" / "planted"
 
 
 def broken(root: Path, model: str, owner: type, name: str, stage: str, after: int) -> str:
-    """What is said when the device dies in that method, once so many steps of a stage were told."""
+    """The error when the device dies in that method, after so many steps of a stage."""
 
     def until_it_dies(device: Device, patch: pytest.MonkeyPatch) -> None:
         for event in begun(root, model=model, **OPEN_SORA):
@@ -51,10 +51,10 @@ def broken(root: Path, model: str, owner: type, name: str, stage: str, after: in
     with (
         dying_device() as device,
         pytest.MonkeyPatch.context() as patch,
-        pytest.raises(DeviceLostError) as told,
+        pytest.raises(DeviceLostError) as raised,
     ):
         until_it_dies(device, patch)
-    return str(told.value)
+    return str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ def test_a_loss_while_repairing_is_no_fault_of_a_precision() -> None:
 @pytest.mark.slow
 def test_a_device_that_refuses_a_call_is_there(model: str, tmp_path: Path) -> None:
     def refuses(*_: Any, **__: Any) -> Any:
-        said = "CUDA error: no kernel image is available for execution on the device"
-        raise torch.AcceleratorError(said + ADVICE)
+        message = "CUDA error: no kernel image is available for execution on the device"
+        raise torch.AcceleratorError(message + ADVICE)
 
     everyframe.plan(
         model=model, **OPEN_SORA
@@ -145,7 +145,7 @@ def test_a_device_that_refuses_a_call_is_there(model: str, tmp_path: Path) -> No
 
 @pytest.fixture
 def launching(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """What is said of workers with such a fault, and that their run is kept and goes on."""
+    """The error of workers with such a fault; their run is saved and resumes."""
     path = os.pathsep.join([str(PLANTED), os.environ["PYTHONPATH"]])
     monkeypatch.setenv("PYTHONPATH", path)
 

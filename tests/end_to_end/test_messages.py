@@ -1,4 +1,4 @@
-"""What a caller is told: notes and repairs as warnings, to `on_event` and in the record; the order.
+"""What a caller hears: notes and repairs as warnings, to `on_event` and in the record; the order.
 
 Faults are planted: frames of one colour, a record of another machine, devices that are done in
 another order than that of the seeds.
@@ -27,11 +27,11 @@ from helpers.events import frames_by_seed
 ASKED: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 1, "fps": 12}
 
 
-def said(told: pytest.WarningsRecorder) -> list[str]:
-    return [str(each.message) for each in told if each.category is EveryframeWarning]
+def messages(warned: pytest.WarningsRecorder) -> list[str]:
+    return [str(each.message) for each in warned if each.category is EveryframeWarning]
 
 
-def test_frames_of_one_colour_are_told_in_every_way(
+def test_frames_of_one_colour_are_reported_in_every_way(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the second video alone, also in float32, so nothing can be done about it."""
@@ -45,16 +45,16 @@ def test_frames_of_one_colour_are_told_in_every_way(
 
     monkeypatch.setattr(VideoVAE, "decode_piece", black)
     events: list[Event] = []
-    with pytest.warns(EveryframeWarning) as told:
+    with pytest.warns(EveryframeWarning) as warned:
         first, second = everyframe.generate(
             "a fox", model=model, seed=3, num_videos=2, on_event=events.append, **ASKED
         )
-    notes = [text for text in said(told) if "of one colour" in text]
+    notes = [text for text in messages(warned) if "of one colour" in text]
     assert len(notes) == 1
     assert second.record["notes"] == notes
     assert "notes" not in first.record
     assert notes[0] in [event.text for event in events if isinstance(event, Note)]
-    assert {each.filename for each in told if each.category is EveryframeWarning} == {__file__}
+    assert {each.filename for each in warned if each.category is EveryframeWarning} == {__file__}
     with warnings.catch_warnings():
         warnings.simplefilter("error", EveryframeWarning)
         with pytest.raises(EveryframeWarning):
@@ -67,9 +67,9 @@ def test_a_record_is_compared_with_what_is_here(model: str) -> None:
     record = json.loads(json.dumps(dict(video.record)))
     record["versions"]["torch"] = "1.0"
     record["model"]["sha256"] = "0" * 64
-    with pytest.warns(EveryframeWarning) as told:
+    with pytest.warns(EveryframeWarning) as warned:
         everyframe.generate(from_record=record, model=model)
-    differ = [text for text in said(told) if "may differ from the recorded ones" in text]
+    differ = [text for text in messages(warned) if "may differ from the recorded ones" in text]
     assert any("the model's weights are not those" in text for text in differ)
     assert any("torch was 1.0" in text for text in differ)
 

@@ -128,9 +128,9 @@ def test_a_step_goes_on_with_one_branch_after_the_other(
     assert np.abs(frames_of(events) - usual).max() < CLOSE
     (done,) = [event for event in events if isinstance(event, VideoDone)]
     assert [each["cause"] for each in done.record["repairs"]] == ["memory"]
-    # Other bits can't be ruled out when it is made again, and that is said.
-    said = differences(done.record, {**done.record, "repairs": []})
-    assert [line for line in said if "ran out of memory in denoise" in line]
+    # Other bits can't be ruled out when it is made again, and a line says so.
+    messages = differences(done.record, {**done.record, "repairs": []})
+    assert [line for line in messages if "ran out of memory in denoise" in line]
 
 
 @pytest.mark.slow
@@ -284,9 +284,9 @@ def test_what_shows_in_the_picture_comes_after_weights_that_wait() -> None:
         yield MemorySaving(settings.with_saving("tile", 8), "in tiles", is_lossy=True)
 
     fallbacks = OomFallbacks(on_a_card(), {"net": Net(nn.Linear(8, 8))}, savings, "denoise")
-    said = [fallback.message for fallback in iter(fallbacks.next, None)]
-    assert [text.split()[0] for text in said] == ["torch's", "one", "block", "in"]
-    assert "in host memory" in said[2]
+    messages = [fallback.message for fallback in iter(fallbacks.next, None)]
+    assert [text.split()[0] for text in messages] == ["torch's", "one", "block", "in"]
+    assert "in host memory" in messages[2]
 
 
 def test_each_way_is_tried_once() -> None:

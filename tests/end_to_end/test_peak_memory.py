@@ -97,10 +97,10 @@ def rewrite(folder: Path, module: Any, **changes: Any) -> None:
         header[name] = {
             "dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end],
         }  # fmt: skip
-    told = json.dumps(header).encode()
+    encoded = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(told).to_bytes(8, "little") + told)
-        file.truncate(8 + len(told) + end)
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        file.truncate(8 + len(encoded) + end)
 
 
 @pytest.fixture(scope="module")

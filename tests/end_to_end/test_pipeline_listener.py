@@ -22,18 +22,18 @@ def wan(tiny_models: Callable[[str], Path]) -> Any:
     return loaded(tiny_models("wan"))
 
 
-def test_events_are_told_once_and_in_the_order_of_a_stream(wan: Any) -> None:
-    told: list[Event] = []
-    ours(wan, "wan", on_event=told.append)
+def test_events_are_reported_once_and_in_the_order_of_a_stream(wan: Any) -> None:
+    received: list[Event] = []
+    ours(wan, "wan", on_event=received.append)
     read = list(everyframe.stream(everyframe.Request(**asked_of("wan")), pipe=wan))
 
     def names(events: list[Event]) -> list[str]:
         return [f"{type(each).__name__} {getattr(each, 'step', '')}" for each in events]
 
-    assert names(told) == names(read)
+    assert names(received) == names(read)
 
 
-def test_an_event_is_told_while_the_call_is_under_way(wan: Any) -> None:
+def test_an_event_arrives_while_the_call_is_under_way(wan: Any) -> None:
     calls = [0]
 
     def count(*_: Any) -> None:
@@ -79,7 +79,7 @@ def test_calling_the_pipeline_in_the_middle_of_its_stream_is_refused(wan: Any) -
     assert np.array_equal(ours(wan, "wan"), theirs(wan, "wan"))
 
 
-def test_calling_the_pipeline_when_told_of_a_step_is_refused(wan: Any) -> None:
+def test_calling_the_pipeline_in_a_step_event_is_refused(wan: Any) -> None:
     def calls(event: Event) -> None:
         if isinstance(event, Step):
             theirs(wan, "wan")

@@ -1,4 +1,4 @@
-"""What a pipeline's own call says of itself in a dry run: told by the plan, before any run."""
+"""What a pipeline's own call refuses in a dry run: an error of the plan, before any run."""
 
 from __future__ import annotations
 

@@ -187,7 +187,7 @@ def test_steps_are_not_calls(tiny_one: Tiny) -> None:
     assert sum(calls.values()) >= len(steps)
 
 
-def test_sound_is_in_the_file_and_is_told_where_there_is_no_room(
+def test_sound_is_in_the_file_and_is_reported_where_there_is_no_room(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if "ltx2" not in _made:
@@ -200,9 +200,9 @@ def test_sound_is_in_the_file_and_is_told_where_there_is_no_room(
         assert [stream.type for stream in container.streams] == ["video", "audio"]
         assert container.streams.audio[0].rate == 16000
     assert main([*words, "-o", str(tmp_path / "clip.gif")]) == 0
-    told = " ".join(capsys.readouterr().err.split())
-    assert "there is sound, and" in told
-    assert "can't hold it; an .mp4 can" in told
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "there is sound, and" in printed
+    assert "can't hold it; an .mp4 can" in printed
 
 
 @pytest.mark.parametrize("tiny_one", NAMED, indirect=True)

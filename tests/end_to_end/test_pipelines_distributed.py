@@ -24,7 +24,7 @@ from everyframe.parallel.communicator import Communicator
 from everyframe.parallel.head_partition import SEQUENCE_BACKENDS
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import SaveOptions
-from helpers.interrupted_ranks import begun, copied, gone_on, told, videos
+from helpers.interrupted_ranks import begun, copied, resume_there, summarize, videos
 from helpers.pipeline_ranks import requests_of, run
 from helpers.rank_pool import Group, group_of
 
@@ -51,7 +51,7 @@ def alone(asked: dict[str, Any]) -> dict[int, Any]:
     key = repr(asked)
     if key not in ALONE:
         events = stream(Request(**asked), keep=SaveOptions(None), num_threads=1)
-        ALONE[key] = told(list(events), speaks=True)["frames"]
+        ALONE[key] = summarize(list(events), speaks=True)["frames"]
     return ALONE[key]
 
 
@@ -147,9 +147,11 @@ def test_a_run_that_is_interrupted_goes_on(
     (kept,) = all_runs(tmp_path / "broken")
     path = copied(kept.path, tmp_path)
     if devices == {"num_devices": 1}:
-        found = [told(list(resume_run(RunFolder(path), ranks=devices, cleans=False)), speaks=True)]
+        found = [
+            summarize(list(resume_run(RunFolder(path), ranks=devices, cleans=False)), speaks=True)
+        ]
     else:
-        found = ranks.run(3 if devices is None else 2, gone_on, path, devices)
+        found = ranks.run(3 if devices is None else 2, resume_there, path, devices)
     check_close(videos(found), alone(asked[name]))
     if devices is None:
         whole = ranks.run(3, run, asked[name])
@@ -159,11 +161,11 @@ def test_a_run_that_is_interrupted_goes_on(
 def _other_noise(group: Communicator) -> Any:
     from everyframe.diffusers_pipelines import call_arguments
 
-    kept = torch.Generator.manual_seed
+    original = torch.Generator.manual_seed
 
     class Other(torch.Generator):
         def manual_seed(self, seed: int) -> Any:
-            return kept(self, seed + group.rank)
+            return original(self, seed + group.rank)
 
     own = call_arguments.torch.Generator
     call_arguments.torch.Generator = Other  # type: ignore[misc]
@@ -177,26 +179,26 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, asked: dict[str, dict[str
         check_close(videos(found), alone(asked["wan"]))
 
 
-def said(asked: dict[str, Any], **more: Any) -> Sequence[str]:
+def refusal(asked: dict[str, Any], **more: Any) -> Sequence[str]:
     """What is wrong with that request."""
     with pytest.raises(everyframe.InputError) as error:
         everyframe.plan(Request(**asked, **more))
     return str(error.value)
 
 
-def test_what_a_pipeline_can_not_do_is_said_with_what_it_can(
+def test_what_a_pipeline_can_not_do_is_reported_with_what_it_can(
     asked: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
     from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 
     tiny_pipelines.TINY["latte"](tmp_path / "latte")
     given = {**asked["wan"], **tiny_pipelines.CALLS["latte"], "model": str(tmp_path / "latte")}
-    text = said(given, num_devices=2, parallel="sequence=2")
+    text = refusal(given, num_devices=2, parallel="sequence=2")
     assert "no token split of LattePipeline (latte) is known" in text
     assert "it can be cfg=2" in text
-    text = said({**given, "guidance_scale": 1.0}, num_devices=2, parallel="cfg=2")
+    text = refusal({**given, "guidance_scale": 1.0}, num_devices=2, parallel="cfg=2")
     assert "without guidance it has one branch; data=N" in text
-    text = said(asked["hunyuan"], num_devices=2, parallel="cfg=2")
+    text = refusal(asked["hunyuan"], num_devices=2, parallel="cfg=2")
     assert "it asks its denoiser about one branch; sequence=2" in text
 
 
@@ -274,9 +276,9 @@ def test_a_branch_on_each_of_two_ranks_has_the_bits_of_one_device(
     check_close(videos(found), alone(guided[name]))
     for rank, each in zip(division.ranks, found, strict=True):  # type: ignore[union-attr]
         sent = each["sent"]["answers about branches are exchanged"]
-        # What the others don't know of an answer is told beside it.
-        told = 0 if name in TOGETHER else 1000
-        assert 0 <= sent - 3 * rank.sent_bytes <= told
+        # What the others don't know of an answer is sent beside it.
+        summarize = 0 if name in TOGETHER else 1000
+        assert 0 <= sent - 3 * rank.sent_bytes <= summarize
     if name in TOGETHER:
         one_after_the_other(monkeypatch)
         ALONE.clear()
@@ -305,9 +307,9 @@ def test_a_run_of_branches_apart_goes_on(
     ranks.run(2, begun, tmp_path / "broken", given, 2)
     (kept,) = all_runs(tmp_path / "broken")
     path = copied(kept.path, tmp_path)
-    found = ranks.run(2, gone_on, path, None)
+    found = ranks.run(2, resume_there, path, None)
     whole = ranks.run(2, run, given)
     np.testing.assert_array_equal(videos(found)[3], videos(whole)[3])
     folder = RunFolder(copied(kept.path, tmp_path / "one"))
     events = list(resume_run(folder, ranks={"num_devices": 1}, cleans=False))
-    check_close(videos([told(events, speaks=True)]), alone(guided[name]))
+    check_close(videos([summarize(events, speaks=True)]), alone(guided[name]))

@@ -34,14 +34,14 @@ FAULTY = {"dtype": "bf16", "force": True, "disable": ("native-gelu", "linear-gel
 
 def _overflow(group: Communicator) -> Any:
     """The first feed-forward's products have an infinity, wherever they are in bfloat16."""
-    kept = torch.nn.functional.gelu
+    original = torch.nn.functional.gelu
 
     def gelu(x: Any, *args: Any, **kwargs: Any) -> Any:
-        out = kept(x, *args, **kwargs)
+        out = original(x, *args, **kwargs)
         return out * torch.inf if out.dtype == torch.bfloat16 and out.ndim == 3 else out
 
     torch.nn.functional.gelu = gelu
-    return lambda: setattr(torch.nn.functional, "gelu", kept)
+    return lambda: setattr(torch.nn.functional, "gelu", original)
 
 
 @pytest.mark.slow
@@ -108,10 +108,10 @@ def test_ranks_that_find_other_branches_are_an_error(
 def _other_branches(group: Communicator) -> Any:
     from everyframe.engine import distributed
 
-    kept = distributed._ranks_of_branches
+    original = distributed._ranks_of_branches
     if group.rank:
         distributed._ranks_of_branches = lambda *_: [[0, 1]]
-    return lambda: setattr(distributed, "_ranks_of_branches", kept)
+    return lambda: setattr(distributed, "_ranks_of_branches", original)
 
 
 def _overflow_of_the_second(group: Communicator) -> Any:
@@ -123,14 +123,14 @@ def _overflow_of_the_second(group: Communicator) -> Any:
     undo()
     from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 
-    kept = GuardedCallHooks.checked
+    original = GuardedCallHooks.checked
 
     def checked(self: Any, call: Any, answer: Any) -> Any:
         own, torch.nn.functional.gelu = torch.nn.functional.gelu, faulty
         try:
-            return kept(self, call, answer)
+            return original(self, call, answer)
         finally:
             torch.nn.functional.gelu = own
 
     GuardedCallHooks.checked = checked  # type: ignore[method-assign]
-    return lambda: setattr(GuardedCallHooks, "checked", kept)
+    return lambda: setattr(GuardedCallHooks, "checked", original)

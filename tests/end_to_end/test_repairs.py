@@ -280,9 +280,9 @@ def test_bad_weights_are_refused_and_nothing_is_written(
     monkeypatch.chdir(tmp_path / "out")
     words = "--size 32x32 --num-frames 5 --steps 2 --device cpu -o clip.mp4"
     assert main(["generate", "a red circle", *words.split(), "--model", str(folder)]) == 4
-    said = capsys.readouterr().err
-    assert "step 1 of denoise" in said
-    assert "denoiser.spatial_blocks.1.mlp.fc2.weight in 1 of" in said
+    printed = capsys.readouterr().err
+    assert "step 1 of denoise" in printed
+    assert "denoiser.spatial_blocks.1.mlp.fc2.weight in 1 of" in printed
     assert not list(Path().iterdir())
 
 

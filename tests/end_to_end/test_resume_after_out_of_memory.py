@@ -98,7 +98,7 @@ def differ(one: dict[int, Any], other: dict[int, Any]) -> list[int]:
     return [seed for seed in one if one[seed].tobytes() != other[seed].tobytes()]
 
 
-def told(events: list[Event]) -> list[tuple[str, str]]:
+def list_fallbacks(events: list[Event]) -> list[tuple[str, str]]:
     return [(event.stage, event.to) for event in events if isinstance(event, Repaired)]
 
 
@@ -132,7 +132,7 @@ def test_what_was_done_in_less_memory_is_done_so_again(
     with little(kind, too_large, after) as calls:
         events = [*begun(model, family, tmp_path / "whole")]
     assert len(calls) > 1, "the fault was not planted"
-    wanted, repairs = frames_by_seed(events), told(events)
+    wanted, repairs = frames_by_seed(events), list_fallbacks(events)
     assert differ(plain, wanted) == changed, "less memory changes no bits: nothing is shown"
 
     root = tmp_path / "killed"
@@ -142,7 +142,7 @@ def test_what_was_done_in_less_memory_is_done_so_again(
     again = [*resume_run(run, pace=EVERY_STEP, skip=skip)]
     found = frames_by_seed(again)
     assert differ(found, {seed: wanted[seed] for seed in wanted if seed not in skip}) == []
-    assert told(again) == repairs
+    assert list_fallbacks(again) == repairs
     texts = [event.text for event in again if isinstance(event, Repaired)]
     assert all("out of memory here in the interrupted run" in text
                for text in texts)  # fmt: skip
@@ -163,7 +163,7 @@ def test_an_interrupt_leaves_torchs_choice_of_attention_as_it_was(
 def test_a_step_further_on_it_is_done_without_a_word(
     folder: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """It was told before the state was written, and stands in the record."""
+    """Its event came before the state was written; it is in the record."""
     family, kind, too_large, after, *_ = CASES["step"]
     model = folder(family)
     with little(kind, too_large, after):
@@ -175,12 +175,12 @@ def test_a_step_further_on_it_is_done_without_a_word(
     (run,) = all_runs(root)
     again = [*resume_run(run, pace=EVERY_STEP)]
     assert differ(frames_by_seed(again), frames_by_seed(wanted)) == []
-    assert told(again) == []
+    assert list_fallbacks(again) == []
     done = [event.record["repairs"] for event in again if isinstance(event, VideoDone)]
     assert [each["cause"] for each in done[0]] == ["memory"]
 
 
-def test_what_can_not_be_kept_is_told_and_what_can_not_be_read_is_refused(
+def test_what_can_not_be_kept_is_reported_and_what_can_not_be_read_is_refused(
     folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family, kind, too_large, after, kill, *_ = CASES["step"]
@@ -195,11 +195,11 @@ def test_what_can_not_be_kept_is_told_and_what_can_not_be_read_is_refused(
     with pytest.raises(CorruptRunError, match="generate it again from the start"):
         [*resume_run(run, pace=EVERY_STEP)]
     place.write_bytes(written)
-    said: list[str] = []
+    messages: list[str] = []
     monkeypatch.setattr(paths.os, "replace", _no_space)
-    kept = FileOomLog(run, 0, 1, said.append)
+    kept = FileOomLog(run, 0, 1, messages.append)
     kept.keep(kept.known()[0])
-    assert said == ["No space left on device"]
+    assert messages == ["No space left on device"]
 
 
 def _no_space(*_: Any) -> None:

@@ -76,10 +76,10 @@ def test_the_same_pipeline_goes_on_and_says_which_run_it_is(pipe: Any) -> None:
     pipe(prompt="another", num_inference_steps=1, num_frames=5, height=16, width=16,
          max_sequence_length=16)  # fmt: skip
     events: list[Event] = []
-    with pytest.warns(EveryframeWarning) as told:
+    with pytest.warns(EveryframeWarning) as warned:
         again = everyframe.resume(pipe=pipe, output="float", on_event=events.append)
     np.testing.assert_array_equal(frames(again), whole)
-    (which,) = [str(each.message) for each in told if "resuming" in str(each.message)]
+    (which,) = [str(each.message) for each in warned if "resuming" in str(each.message)]
     assert folder.name in which
     assert "a red circle" in which
     assert re.search(r"[1-9]\d* saved model calls? (is|are) not computed again", which)
@@ -234,14 +234,14 @@ def test_without_a_name_it_is_the_last_run_of_that_pipeline(pipe: Any, root: Pat
     whole = frames(everyframe.run(pipe, **ASKED))
     mine = break_off(pipe)
     changed = copy.deepcopy(pipe.transformer)
-    kept, pipe.transformer = pipe.transformer, changed
+    original, pipe.transformer = pipe.transformer, changed
     add_to_weights(pipe)
     other = break_off(pipe, seed=5)
     # A newer one that is of no pipeline in memory, and one that can't be read.
     new_run(root).write_run({"began": 4e9, "given": None})
     damaged = new_run(root)
     (damaged.path / "run.json").write_text("{}")
-    pipe.transformer = kept
+    pipe.transformer = original
     with pytest.warns(EveryframeWarning, match=mine.name):
         again = everyframe.resume(pipe=pipe, output="float")
     np.testing.assert_array_equal(frames(again), whole)

@@ -1,4 +1,4 @@
-"""A repair that one run needed is in the next one's plan, said, recorded, and can be forgotten."""
+"""A repair of one run is in the plan and record of the next, with a note; it can be forgotten."""
 
 from __future__ import annotations
 
@@ -81,9 +81,9 @@ def test_a_repair_is_remembered_recorded_and_forgotten(
     assert first.begun_with == []
 
     plan = everyframe.plan(model=str(folder), **ASKED)
-    said, _ = [note for note in plan.notes if "repairs" in note]
-    assert f"denoiser.{FAULTY} runs in {wide}" in said
-    assert "--forget-repairs" in said
+    note, _ = [note for note in plan.notes if "repairs" in note]
+    assert f"denoiser.{FAULTY} runs in {wide}" in note
+    assert "--forget-repairs" in note
     narrow = everyframe.plan(model=str(folder), **ASKED, forget_repairs=True)
     wider = plan.component("denoiser").weight_bytes - narrow.component("denoiser").weight_bytes
     tensors = load_file(folder / "model.safetensors")
@@ -93,7 +93,7 @@ def test_a_repair_is_remembered_recorded_and_forgotten(
     second = run(folder)
     assert second.repairs == []
     assert second.begun_with == RAISED
-    assert said in second.notes
+    assert note in second.notes
     # In another precision there is nothing to repair.
     assert everyframe.plan(model=str(folder), **{**ASKED, "dtype": "fp32"}).notes == ()
 

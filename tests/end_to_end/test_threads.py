@@ -311,7 +311,7 @@ def test_what_another_thread_casts_is_its_own(works: dict[str, Callable[[], Arra
     assert not errors
 
 
-def test_libraries_say_afterwards_what_they_said_before(folders: dict[str, Path]) -> None:
+def test_libraries_give_afterwards_what_they_gave_before(folders: dict[str, Path]) -> None:
     """Also while a stream stands still, and when two that load overlap."""
     from diffusers.utils import logging as library
 

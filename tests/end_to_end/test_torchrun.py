@@ -185,9 +185,9 @@ def test_a_rank_that_dies_is_named_once_and_the_run_goes_on(model: str, tmp_path
     process = torchrun(tmp_path, 2, *words_of(model, "--json"), **planted)
     out, err = process.communicate()
     assert process.returncode == 1  # torchrun's own; what it tells of the rank is below
-    said = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert len(said) == 1, err
-    assert re.search(r"process of rank 1 died of SIGSEGV in step \d of 3 of denoise, in", said[0])
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, err
+    assert re.search(r"process of rank 1 died of SIGSEGV in step \d of 3 of denoise, in", errors[0])
     assert re.search(r"rank +: 1 .*\n +exitcode +: 5 ", err), err
     (run,) = (tmp_path / "runs").iterdir()
     assert f"interrupted; resume it: everyframe resume {run.name}\n" in err
@@ -202,7 +202,7 @@ def test_a_rank_that_dies_is_named_once_and_the_run_goes_on(model: str, tmp_path
 
 
 @pytest.mark.slow
-def test_what_can_not_be_done_is_said_once(model: str, tmp_path: Path) -> None:
+def test_what_can_not_be_done_is_reported_once(model: str, tmp_path: Path) -> None:
     process = torchrun(tmp_path, 2, *words_of(model, "--parallel", "sequence=3"))
     _, err = process.communicate()
     assert err.count("error: parallel sequence=3 is for 3 devices, got 2") == 1, err

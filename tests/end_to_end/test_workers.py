@@ -1,4 +1,4 @@
-"""Worker processes: they do what this process would do, and what is said when one dies."""
+"""Worker processes: they do what this process would do; the error when one dies."""
 
 from __future__ import annotations
 

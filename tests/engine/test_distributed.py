@@ -1,4 +1,4 @@
-"""Whole runs among several ranks against the same run on one: the same video, told by one of them.
+"""Whole runs among several ranks against one rank: the same video, reported by one of them.
 
 The ranks of this module meet once and then make every run in the same processes. Float32 sums in
 another order differ by a few units in the last place; what is dealt out whole has the same bits.
@@ -90,7 +90,7 @@ def run(
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
         "done": [each.seed for each in events if isinstance(each, VideoDone)],
         "repairs": [each.module for each in events if isinstance(each, Repaired)],
-        "said": [each.text for each in events if isinstance(each, Repaired)],
+        "messages": [each.text for each in events if isinstance(each, Repaired)],
         "sent": dict(group.sent),
     }
 
@@ -184,7 +184,7 @@ def decoded(group: Communicator, model: str) -> dict[str, Any]:
 
 
 def _no_denoising(group: Communicator | None = None) -> Any:
-    kept = stages.DenoiseStage.sample
+    original = stages.DenoiseStage.sample
 
     def at_once(self: Any, denoise: Any, inputs: Any, start: int) -> Any:
         from everyframe.samplers.base import Step
@@ -194,7 +194,7 @@ def _no_denoising(group: Communicator | None = None) -> Any:
             yield Step(step, steps, torch.zeros(1), inputs.x)
 
     stages.DenoiseStage.sample = at_once  # type: ignore[method-assign]
-    return lambda: setattr(stages.DenoiseStage, "sample", kept)
+    return lambda: setattr(stages.DenoiseStage, "sample", original)
 
 
 @pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
@@ -218,24 +218,24 @@ def test_one_rank_alone_encodes_the_text(ranks: Group, model: str) -> None:
 def _no_encoder_but_on_the_first(group: Communicator) -> Any:
     if group.is_lead:
         return None
-    kept = templates.load_component
+    original = templates.load_component
 
     def refuse(part: ComponentPlan, *more: Any, **named: Any) -> Any:
         assert part.name != "text_encoder", "the text is encoded once"
-        return kept(part, *more, **named)
+        return original(part, *more, **named)
 
     templates.load_component = refuse
-    return lambda: setattr(templates, "load_component", kept)
+    return lambda: setattr(templates, "load_component", original)
 
 
 # ---------------------------------------------------------------- what goes wrong
 
 
 def _other_noise(group: Communicator) -> Any:
-    kept = noise.start_noise
+    original = noise.start_noise
     if group.rank == 1:
-        noise.start_noise = lambda seed, shape: kept(seed + 1, shape)
-    return lambda: setattr(noise, "start_noise", kept)
+        noise.start_noise = lambda seed, shape: original(seed + 1, shape)
+    return lambda: setattr(noise, "start_noise", original)
 
 
 @pytest.mark.slow
@@ -246,13 +246,13 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
 
 
 def _other_plan(group: Communicator) -> Any:
-    kept = engine_ranks._shared_facts
+    original = engine_ranks._shared_facts
     if group.rank == 1:
-        engine_ranks._shared_facts = lambda *given: {**kept(*given), "version of torch": "1.13"}
-    return lambda: setattr(engine_ranks, "_shared_facts", kept)
+        engine_ranks._shared_facts = lambda *given: {**original(*given), "version of torch": "1.13"}
+    return lambda: setattr(engine_ranks, "_shared_facts", original)
 
 
-def test_ranks_with_other_versions_are_told_at_the_start(ranks: Group, model: str) -> None:
+def test_ranks_with_other_versions_are_reported_at_the_start(ranks: Group, model: str) -> None:
     with pytest.raises(RankError, match=r"ranks 0 and 1 do not have the same plan: version of"):
         ranks.run(2, run, model, {}, fault=_other_plan)
 
@@ -261,14 +261,14 @@ def _overflow(group: Communicator | None = None) -> Any:
     """The first MLP of the first block has an infinity, wherever it is computed in bfloat16."""
     from everyframe.families.opensora.layers import MLP
 
-    kept = MLP.forward
+    original = MLP.forward
 
     def forward(self: Any, x: Any) -> Any:
-        out = kept(self, x)
+        out = original(self, x)
         return out * torch.inf if out.dtype == torch.bfloat16 else out
 
     MLP.forward = forward  # type: ignore[method-assign]
-    return lambda: setattr(MLP, "forward", kept)
+    return lambda: setattr(MLP, "forward", original)
 
 
 def _overflow_of_the_second(group: Communicator) -> Any:
@@ -297,7 +297,7 @@ def test_a_repair_is_the_same_on_every_rank(
     assert found[0]["repairs"]
     assert found[0]["repairs"] == found[1]["repairs"] == found[2]["repairs"]
     is_of_one = fault is _overflow_of_the_second
-    assert all(("on rank 1 alone: " in text) == is_of_one for text in found[0]["said"])
+    assert all(("on rank 1 alone: " in text) == is_of_one for text in found[0]["messages"])
     assert np.isfinite(together(found)[5]).all()
 
 
@@ -332,17 +332,17 @@ def test_a_repair_leaves_no_features_of_the_whole_video(ranks: Group, folder: Pa
 
 def _broken_weight_of_the_last(group: Communicator) -> Any:
     """One of the weights that this rank has, and sends to others."""
-    kept = loading.notify_loaded
+    original = loading.notify_loaded
 
     def broken(name: str, module: torch.nn.Module) -> None:
         if name == "denoiser":
             blocks = module.get_submodule("spatial_blocks").parameters()
             next(each for each in blocks if not each.is_meta).data.flatten()[0] = torch.nan
-        kept(name, module)
+        original(name, module)
 
     if group.rank == 2:
         loading.notify_loaded = broken
-    return lambda: setattr(loading, "notify_loaded", kept)
+    return lambda: setattr(loading, "notify_loaded", original)
 
 
 def test_a_broken_weight_of_one_rank_is_named(ranks: Group, model: str) -> None:

@@ -1,4 +1,4 @@
-"""Files of several videos whose clips come by turns: whole, right, and one encoder at a time."""
+"""Files of several videos whose clips alternate: whole, right, and one encoder at a time."""
 
 from __future__ import annotations
 

@@ -70,8 +70,8 @@ def test_a_foreign_pipeline_goes_on_by_replay(tmp_path: Path) -> None:
 
 
 def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
-    told: list[str] = []
-    answers = FileReplayLog(tmp_path / "3", told.append)
+    messages: list[str] = []
+    answers = FileReplayLog(tmp_path / "3", messages.append)
     repair = Repair("unet", "conv", "float32", "float16")
     laid_out = torch.zeros(1, 2).t().expand(2, 3)
     given = (
@@ -82,7 +82,7 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     for number, answer in enumerate(given):
         assert answers.next(f"call {number}") is None
         answers.keep(answer, (repair,) if number else ())
-    again = FileReplayLog(tmp_path / "3", told.append)
+    again = FileReplayLog(tmp_path / "3", messages.append)
     assert again.repairs() == (repair,)
     assert torch.equal(again.next("call 0"), given[0])
     assert torch.equal(again.next("call 1")[0], given[1][0])
@@ -91,30 +91,30 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     assert output.sample.stride() == laid_out.stride()
     paths = sorted((tmp_path / "3").iterdir())
     paths[1].write_bytes(paths[1].read_bytes()[:-1])
-    again = FileReplayLog(tmp_path / "3", told.append)
+    again = FileReplayLog(tmp_path / "3", messages.append)
     assert again.next("call 0") is not None
     assert again.next("call 1") is None
     assert [path.name for path in (tmp_path / "3").iterdir()] == [paths[0].name]
-    (damaged,) = told
+    (damaged,) = messages
     assert "answer 2 of before can't be used" in damaged
     assert "it and the 1 after it are computed again" in damaged
     again.keep(object(), ())
-    assert "a model answered with a object, which can't be saved" in told[1]
+    assert "a model answered with a object, which can't be saved" in messages[1]
 
 
 def test_an_answer_is_served_to_the_same_call_alone(tmp_path: Path) -> None:
-    told: list[str] = []
-    answers = FileReplayLog(tmp_path / "3", told.append)
+    messages: list[str] = []
+    answers = FileReplayLog(tmp_path / "3", messages.append)
     for number in range(3):
         assert answers.next(f"call {number}") is None
         answers.keep((torch.full((2,), float(number)),), ())
-    again = FileReplayLog(tmp_path / "3", told.append)
+    again = FileReplayLog(tmp_path / "3", messages.append)
     assert again.next("call 0")[0].tolist() == [0, 0]
-    assert told == []
+    assert messages == []
     assert again.next("another") is None
-    assert "its call was given something else" in told[0]
+    assert "its call was given something else" in messages[0]
     again.keep((torch.full((2,), 7.0),), ())
-    later = FileReplayLog(tmp_path / "3", told.append)
+    later = FileReplayLog(tmp_path / "3", messages.append)
     assert later.next("call 0")[0].tolist() == [0, 0]
     assert later.next("another")[0].tolist() == [7, 7]
     assert later.next("call 2") is None, "what came after another call is gone"
@@ -132,7 +132,7 @@ def test_answers_that_come_late_belong_to_their_calls(tmp_path: Path) -> None:
     assert again.next("two")[0].item() == 0
 
 
-def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
+def test_a_disk_that_is_full_is_reported_once_and_the_state_stays_good(
     model: str, whole: list[Event], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is full from the second step on; the run goes on, and its state is that of the first."""
@@ -157,9 +157,9 @@ def test_a_disk_that_is_full_is_told_once_and_the_state_stays_good(
     events += list(stream)
     monkeypatch.undo()
     same(whole, events)
-    told = [e.text for e in events if isinstance(e, Note) and "No space left" in e.text]
-    assert len(told) == 1
-    assert "the run continues" in told[0]
+    messages = [e.text for e in events if isinstance(e, Note) and "No space left" in e.text]
+    assert len(messages) == 1
+    assert "the run continues" in messages[0]
     again = list(resume.resume_run(RunFolder(copy)))
     same(whole, again)
     assert steps(again) == [2, 3]

@@ -90,8 +90,8 @@ def test_what_a_report_shows_is_text() -> None:
         "everyframe": evil,
     }
     (first, *_) = [event for event in run_of(faulty()) if isinstance(event, Repaired)]
-    told = dict.fromkeys(("cause", "operation", "dtype", "module", "component"), evil)
-    repairs = [replace(first, **told)]
+    fields = dict.fromkeys(("cause", "operation", "dtype", "module", "component"), evil)
+    repairs = [replace(first, **fields)]
     text = page(named, record, repairs, Magnitudes(), evil)
     assert text.count("&lt;script&gt;") > 10
     assert not re.search(r"<(script|img|/title><)", text)
@@ -193,8 +193,8 @@ def test_the_command_line_writes_it(
     monkeypatch.chdir(tmp_path / "out")
     words = "--size 32x32 --num-frames 1 --steps 1 --device cpu -o clip.png --report seen"
     assert main(["generate", "a red circle", *words.split(), "--model", str(folder)]) == 4
-    said = " ".join(capsys.readouterr().err.split())
-    assert "denoiser.spatial_blocks.1.mlp.fc2.weight" in said
-    assert str(Path("seen", "report.html")) in said
+    printed = " ".join(capsys.readouterr().err.split())
+    assert "denoiser.spatial_blocks.1.mlp.fc2.weight" in printed
+    assert str(Path("seen", "report.html")) in printed
     page = Path("seen", "report.html").read_text(encoding="utf-8")
     assert len(pictures(page)) == 2, "text encoder and denoiser"

@@ -49,7 +49,7 @@ def test_events_come_in_order_and_count_right(model: str) -> None:
     done = [e for e in events if isinstance(e, VideoDone)]
     assert [(e.seed, e.num_frames) for e in done] == [(8, 3), (9, 3)]
     ends = [e.seed for e in events if isinstance(e, FramesDecoded | VideoDone)]
-    assert ends == [8, 8, 9, 9], "a video is told to be done before the next one's frames come"
+    assert ends == [8, 8, 9, 9], "a video is reported as done before the next one's frames come"
     (ready,) = [e for e in events if isinstance(e, WeightsReady)]
     assert ready.record["request"]["seed"] == 8
     assert events.index(ready) < next(

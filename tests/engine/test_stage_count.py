@@ -98,13 +98,13 @@ def test_kernels_are_tried_after_minutes_of_such_runs_and_not_before(
     events = list(run.stream(asked))
     assert ("denoiser", "onednn-linear") in tried
     assert {component for component, _ in tried} == {"denoiser"}
-    said = (
+    message = (
         "denoiser: its fast paths were tried before this run, as runs of these sizes have "
         "computed for 303 s without them"
     )
-    assert said in [event.text for event in events if isinstance(event, Note)]
+    assert message in [event.text for event in events if isinstance(event, Note)]
     (planned,) = [event for event in events if isinstance(event, Planned)]
-    assert said in planned.plan.notes
+    assert message in planned.plan.notes
     assert kernel(planned.plan) == ("refused", "no faster")
     (done,) = [event for event in events if isinstance(event, VideoDone)]
     (part,) = (each for each in done.record["plan"]["components"] if each["name"] == "denoiser")

@@ -156,15 +156,15 @@ def test_a_run_that_breaks_leaves_its_trace(model: Path, right: Path, tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("denoisr.blocks.0", "did you mean 'denoiser'"),
         ("denoiser.spatial_blocks.9.attn", "did you mean 'denoiser.spatial_blocks"),
         ("denoiser.spatial_blocks", "the denoiser has no module"),
     ],
 )
-def test_modules_that_are_not_there(model: Path, tmp_path: Path, name: str, told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_modules_that_are_not_there(model: Path, tmp_path: Path, name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         recorded(model, tmp_path / "a.trace", name)
     assert not list(tmp_path.iterdir())
 

@@ -75,7 +75,7 @@ def test_another_familys_option_is_reported(monkeypatch: pytest.MonkeyPatch) -> 
         family_options("opensora", request)
 
 
-def test_limits_are_told() -> None:
+def test_limits_are_reported() -> None:
     with pytest.raises(InputError, match=r"aesthetic must be at most 10(\.0)?, got 11"):
         family_options("opensora", Request(prompt="a", aesthetic=11))
 

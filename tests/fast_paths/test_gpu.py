@@ -30,14 +30,14 @@ KERNELS = [CATALOGUE[name] for name in CATALOGUE if name.startswith("attention-"
 PROMPT = "a red circle moves to the right on a blue background"
 
 
-@pytest.mark.parametrize("told", [(), ("masked",)], ids=["bare", "masked"])
+@pytest.mark.parametrize("flags", [(), ("masked",)], ids=["bare", "masked"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_attention_of_many_tokens(
-    dtype: str, told: tuple[str, ...], record_property: Callable[..., None]
+    dtype: str, flags: tuple[str, ...], record_property: Callable[..., None]
 ) -> None:
     """Half precision in blocks is right, and quicker than to hold all scores."""
     shape = (2, 16, 4096, 64)
-    products = ((OpShape("attention", dtype, (shape, shape, shape), told), 1e12),)
+    products = ((OpShape("attention", dtype, (shape, shape, shape), flags), 1e12),)
     card = machine_facts().devices[0]
     subject = CertificationTarget("denoiser", card, 1, Precision(dtype, dtype), "plan", "device",
                       products=products)  # fmt: skip
@@ -50,7 +50,7 @@ def test_attention_of_many_tokens(
         assert each.error is not None or "no such kernel" in each.reason, each
         assert each.error is None or each.limit is None or each.error <= each.limit, each
     assert verdicts["attention-efficient"].verdict == "certified"
-    if dtype != "float32" and not told:
+    if dtype != "float32" and not flags:
         assert verdicts["attention-flash"].verdict == "certified"
 
 

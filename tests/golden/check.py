@@ -192,8 +192,12 @@ def stepvideo_vae(golden: Golden) -> Outputs:
     weights = open_checkpoint(golden.folder / "weights.safetensors")
     sizes = StepVAEConfig.from_shapes({name: weights.shape(name) for name in weights})
     # Shapes do not say these three; upstream has them fixed.
-    told = {"frame_len": "frame_len", "latent_len": "latent_len", "group_norm_groups": "num_groups"}
-    given = {told[key]: golden.config[key] for key in told if key in golden.config}
+    names = {
+        "frame_len": "frame_len",
+        "latent_len": "latent_len",
+        "group_norm_groups": "num_groups",
+    }
+    given = {names[key]: golden.config[key] for key in names if key in golden.config}
     vae = StepVAE(replace(sizes, **given))
     golden.load(vae)
     for name in golden.tensors:

@@ -177,9 +177,11 @@ def _opensora2_case(golden: Golden, case: dict[str, Any]) -> Outputs:
         step = int((times - t[0]).abs().argmin())
         now, outputs = guidance.at(step, frames), []
         for row, has_condition in now.branches:
-            told = 1.0 if (row, has_condition) == PROMPT else -float(case["negative_prompt"])
+            given_guidance = (
+                1.0 if (row, has_condition) == PROMPT else -float(case["negative_prompt"])
+            )
             here = cond if has_condition else torch.zeros_like(cond)
-            outputs.append(model(x, t, told, here[:, :1], here[:, 1:]))
+            outputs.append(model(x, t, given_guidance, here[:, :1], here[:, 1:]))
         return now.combine(outputs)
 
     *_, last_step = flow_matching.sample(denoise, z0, times)

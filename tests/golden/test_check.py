@@ -283,6 +283,6 @@ def test_an_error_of_one_folder_leaves_the_others(
     folder = copy("opensora2_sampler")
     (folder / "config.json").write_text('{"cases": [{"name": "t2v"}]}')
     assert check.main([str(folder), str(HERE / "opensora_rflow_10")]) == 2
-    said = capsys.readouterr()
-    assert "KeyError: 'patch_size'" in said.err
-    assert "opensora_rflow_10" in said.out
+    printed = capsys.readouterr()
+    assert "KeyError: 'patch_size'" in printed.err
+    assert "opensora_rflow_10" in printed.out

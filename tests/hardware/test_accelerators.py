@@ -72,7 +72,7 @@ def test_free_memory_comes_without_a_context(v100: None, monkeypatch: pytest.Mon
     import torch
 
     def makes_a_context(index: int) -> tuple[int, int]:
-        raise AssertionError("asked the driver although nvidia-smi had told")
+        raise AssertionError("asked the driver although nvidia-smi had answered")
 
     monkeypatch.setattr(accelerators, "_free_by_uuid", lambda: {UUID: 9 * GIB})
     monkeypatch.setattr(torch.cuda, "mem_get_info", makes_a_context)

@@ -78,20 +78,20 @@ def test_the_first_of_several_errors_is_reported() -> None:
             raise KeyError("what cleaning up was to find") from error
 
     with (
-        pytest.raises(DeviceLostError) as told,
+        pytest.raises(DeviceLostError) as raised,
         translate_device_loss("cuda:1 (a card)", "in denoise"),
     ):
         fails()
-    assert str(told.value).startswith(
+    assert str(raised.value).startswith(
         "cuda:1 (a card) was lost in denoise (CUDA error: uncorrectable ECC error encountered): "
     )
-    assert "\n" not in str(told.value)
-    loss = loss_behind(told.value)
+    assert "\n" not in str(raised.value)
+    loss = loss_behind(raised.value)
     assert loss is not None
     assert loss.what == "cuda:1 (a card) was lost in denoise"
     assert loss.message == "CUDA error: uncorrectable ECC error encountered"
-    assert is_device_loss(told.value)
-    assert isinstance(again := told.value.reworded("in other words"), DeviceLostError)
+    assert is_device_loss(raised.value)
+    assert isinstance(again := raised.value.reworded("in other words"), DeviceLostError)
     assert again.loss == loss
 
 

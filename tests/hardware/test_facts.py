@@ -62,7 +62,7 @@ def test_the_device_that_was_meant(facts: MachineFacts, asked: str, found: str) 
 
 
 @pytest.mark.parametrize(
-    ("facts", "asked", "said"),
+    ("facts", "asked", "message"),
     [
         (TWO_CARDS, "cuda:3", r"'cuda:3'.*has 2 of cuda.*cuda:0 \(Some card\), cuda:1 .*, cpu"),
         (NO_CARD, "cuda", r"'cuda'.*torch finds none.*cpu \(Some CPU\)"),
@@ -72,8 +72,8 @@ def test_the_device_that_was_meant(facts: MachineFacts, asked: str, found: str) 
         (TWO_CARDS, "cuda:x", "is not a device"),
     ],
 )
-def test_a_device_that_is_not_there(facts: MachineFacts, asked: str, said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_a_device_that_is_not_there(facts: MachineFacts, asked: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
         pick_device(facts, asked)
 
 

@@ -1,4 +1,4 @@
-"""Whatever a function does in its process, the caller lives and is told how it ended."""
+"""Whatever a function does in its process, the caller lives and learns how it ended."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_process_that_may_start_no_thread_says_so_in_its_log_alone(tmp_path: P
     assert "can't start new thread" in (tmp_path / "log").read_text()
 
 
-def test_an_error_is_told_with_what_was_printed() -> None:
+def test_an_error_is_reported_with_what_was_printed() -> None:
     ended = run_isolated(crashing_functions.raise_error, "two\nlines", seconds=PATIENCE)
     assert not ended.is_well
     assert ended.error == "RuntimeError: two lines"
@@ -107,7 +107,7 @@ def test_what_cannot_be_sent_is_reported() -> None:
         (crashing_functions.be_killed, "SIGKILL"),
     ],
 )
-def test_a_death_is_told_by_its_signal(function: object, name: str) -> None:
+def test_a_death_is_reported_by_its_signal(function: object, name: str) -> None:
     assert callable(function)
     ended = run_isolated(function, "cpu", seconds=PATIENCE)
     assert ended.signal == name

@@ -167,7 +167,7 @@ def test_a_wrong_entry_is_named(old: str, new: str, text: str) -> None:
     assert text in str(error.value)
 
 
-def test_tags_that_nobody_uses_are_told() -> None:
+def test_tags_that_nobody_uses_are_reported() -> None:
     facts = find_profile("cpu").machine()
     by_id = {match.issue.id: match for match in find(facts, ["dtype:float32"])}
     assert by_id["cpu-16bit-slow"].unused == ("dtype:bfloat16",)
@@ -176,8 +176,8 @@ def test_tags_that_nobody_uses_are_told() -> None:
 
 
 def test_an_error_text_finds_its_issue() -> None:
-    said = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and Half"
-    assert [issue.id for issue in explaining(said)] == ["svd-float-half-time-embed"]
+    message = "RuntimeError: mat1 and mat2 must have the same dtype, but got Float and Half"
+    assert [issue.id for issue in explaining(message)] == ["svd-float-half-time-embed"]
     assert explaining("all is well") == ()
 
 

@@ -1,4 +1,4 @@
-"""What is said of memory beside a fault."""
+"""The line about memory beside a fault."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_the_peak_is_that_of_this_process() -> None:
     assert "near the limit" in describe_memory_pressure(DeviceFacts("cpu", "cpu", None, peak, 0))
 
 
-def test_nothing_is_said_where_nothing_is_known() -> None:
+def test_nothing_is_reported_where_nothing_is_known() -> None:
     assert describe_memory_pressure(DeviceFacts("gpu", "mps", 0, 10**9, 10**9)) == ""
 
 

@@ -50,12 +50,12 @@ def test_numbers_as_versions(number: int, first: int, version: str) -> None:
 
 
 def test_the_loaded_copy_counts_and_both_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {"libcublas.so.12.1.3.1": "12.1.3", "libcublas.so.12": "12.6.4"}
+    versions = {"libcublas.so.12.1.3.1": "12.1.3", "libcublas.so.12": "12.6.4"}
     monkeypatch.setattr(software, "_maps", lambda: MAPS)
     monkeypatch.setattr(
         software,
         "_ASK",
-        {"cublas": lambda path: told[Path(path).name], "cudnn": lambda path: "9.1.0"},
+        {"cublas": lambda path: versions[Path(path).name], "cudnn": lambda path: "9.1.0"},
     )
     listed = SoftwareFacts(system="linux", packages={"nvidia-cublas-cu12": "12.6.4.1"})
     facts = with_loaded(listed)
@@ -86,13 +86,13 @@ def test_packages_are_those_that_are_installed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "code", "driver"),
+    ("printed", "code", "driver"),
     [("550.127.05\n550.127.05\n", 0, "550.127.05"), ("", 0, None), ("no devices", 9, None)],
 )
 def test_the_driver_by_smi(
-    said: str, code: int, driver: str | None, monkeypatch: pytest.MonkeyPatch
+    printed: str, code: int, driver: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    done = subprocess.CompletedProcess([], code, said, "")
+    done = subprocess.CompletedProcess([], code, printed, "")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
     assert software._driver_by_smi() == driver
 

@@ -24,8 +24,8 @@ def test_attention_is_tried_by_its_kernel_and_with_its_mask() -> None:
         yield
 
     products = [
-        OpShape("attention", "float32", SHAPES, told)
-        for told in ((), ("masked",), ("masked", "math"))
+        OpShape("attention", "float32", SHAPES, options)
+        for options in ((), ("masked",), ("masked", "math"))
     ]
     rates = measured_rates(products, "cpu", 1, kernels)
     assert asked == ["math"]
@@ -56,8 +56,10 @@ def test_a_trial_is_short_however_large_the_convolution() -> None:
     """
     most = 6e8
     for sides, kernel in (((3, 544, 992), (3, 3, 3)), ((544, 992), (3, 3))):
-        told = (*((number,) * len(sides) for number in (1, 0, 1)), False, (0,) * len(sides), 1)
-        product = OpShape("convolution", "float32", ((2, 512, *sides), (512, 512, *kernel)), told)
+        options = (*((number,) * len(sides) for number in (1, 0, 1)), False, (0,) * len(sides), 1)
+        product = OpShape(
+            "convolution", "float32", ((2, 512, *sides), (512, 512, *kernel)), options
+        )
         run, operations = _convolution(product, "cpu", most)
         out = run()
         assert isinstance(out, torch.Tensor)

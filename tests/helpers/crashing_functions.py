@@ -106,7 +106,7 @@ def measure_nothing_known(device: str) -> dict[str, Any]:
 
 
 def lose_a_card() -> None:
-    """What facts do on a card whose memory gave wrong bits, told as the loss of it."""
+    """What facts do on a card whose memory gave wrong bits, reported as its loss."""
     with translate_device_loss("cuda:0", "before it was used"):
         lose_a_card_in_use("cuda:0")
 

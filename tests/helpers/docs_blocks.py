@@ -102,10 +102,10 @@ def run(block: Block, folder: Path, env: dict[str, str]) -> None:
             text=True,
             timeout=TIMEOUT,
         )
-        code, said = done.returncode, done.stdout
+        code, printed = done.returncode, done.stdout
     else:
-        code, said = _forked(programs, folder, env)
-    assert code == 0, f"{block.page}:{block.line}: exit status {code}\n{block.text}\n{said}"
+        code, printed = _forked(programs, folder, env)
+    assert code == 0, f"{block.page}:{block.line}: exit status {code}\n{block.text}\n{printed}"
 
 
 def plain_programs(block: Block) -> list[str | list[str]] | None:
@@ -127,19 +127,19 @@ def _forked(
     from everyframe.engine import run as engine  # noqa: F401
     from everyframe.families.opensora import stages  # noqa: F401
 
-    said = ""
+    printed = ""
     for program in programs:
         process = forked(
             partial(_run, program), folder, env,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
-            said += process.communicate(timeout=TIMEOUT)[0]
+            printed += process.communicate(timeout=TIMEOUT)[0]
         finally:
             process.kill()
         if process.returncode:
-            return process.returncode, said
-    return 0, said
+            return process.returncode, printed
+    return 0, printed
 
 
 def _run(program: str | list[str]) -> int:

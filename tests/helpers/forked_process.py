@@ -55,8 +55,8 @@ def _begin(environment: Mapping[str, str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.clear()
     os.environ.update(environment)
-    # What this process was told to start others by belongs to the one that it is a fork of, and so
-    # does what those import at once.
+    # The settings by which this process starts others, and what those import at once, belong to
+    # the process that it is a fork of.
     server: Any = forkserver._forkserver
     server._preload_modules = ["__main__"]
     tracker: Any = resource_tracker._resource_tracker

@@ -380,7 +380,7 @@ KINDS: Mapping[str, Maker] = {
 
 
 def names(count: int, seed: int = 0, kinds: tuple[str, ...] = ()) -> list[str]:
-    """The names of `count` cases, the kinds by turns."""
+    """The names of `count` cases, the kinds in rotation."""
     among = kinds or tuple(KINDS)
     return [f"{among[number % len(among)]} {seed} {number}" for number in range(count)]
 

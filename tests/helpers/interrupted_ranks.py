@@ -28,7 +28,7 @@ from helpers.events import frames_by_seed
 ROUNDING = 1e-5
 
 
-def told(events: list[Event], *, speaks: bool) -> dict[str, Any]:
+def summarize(events: list[Event], *, speaks: bool) -> dict[str, Any]:
     """What came of a rank's events: frames by seed, steps that were done, notes."""
     return {
         "frames": frames_by_seed(events) if speaks else {},
@@ -57,23 +57,23 @@ def begun(
             events.append(event)
             if steps and sum(map(is_of_denoising, events)) == steps:
                 break
-    return told(events, speaks=local is None or group.rank == 0)
+    return summarize(events, speaks=local is None or group.rank == 0)
 
 
-def gone_on(
+def resume_there(
     group: Communicator,
     path: Path,
     devices: dict[str, Any] | None,
     skip: tuple[int, ...] = (),
     out_of_memory: OutOfMemoryInfo | None = None,
 ) -> dict[str, Any]:
-    """One rank goes on with the run there."""
+    """One rank resumes the run there."""
     join = Rendezvous(group.rank, lambda _: group)
     events = resume_run(
         RunFolder(path), skip=skip, join=join, ranks=devices, pace=EVERY_STEP, cleans=False,
         out_of_memory=out_of_memory,
     )  # fmt: skip
-    return told(list(events), speaks=True)
+    return summarize(list(events), speaks=True)
 
 
 def videos(found: list[dict[str, Any]]) -> dict[int, Any]:

@@ -12,7 +12,7 @@ from everyframe.engine.distributed import Rendezvous
 from everyframe.engine.run import stream
 from everyframe.parallel.communicator import Communicator
 from everyframe.runs.run_state import SaveOptions
-from helpers.interrupted_ranks import told
+from helpers.interrupted_ranks import summarize
 
 
 def requests_of(names: Iterable[str], root: Path) -> dict[str, dict[str, Any]]:
@@ -41,4 +41,4 @@ def run(group: Communicator, asked: dict[str, Any], fault: Any = None) -> dict[s
         if undo is not None:
             undo()
     repairs = [(each.component, each.module) for each in events if isinstance(each, Repaired)]
-    return {**told(events, speaks=True), "sent": dict(group.sent), "repairs": repairs}
+    return {**summarize(events, speaks=True), "sent": dict(group.sent), "repairs": repairs}

@@ -144,13 +144,13 @@ def _serve(rank: int, meeting: _Meeting, pipe: Any, supplied: bool) -> None:
     pipe.send("met")
     while True:
         try:
-            told = pipe.recv()
+            message = pipe.recv()
         except EOFError:
             break
-        if isinstance(told, _Meeting):
-            groups = told.joined(rank, supplied=supplied)
+        if isinstance(message, _Meeting):
+            groups = message.joined(rank, supplied=supplied)
             continue
-        size, function, arguments, named = told
+        size, function, arguments, named = message
         weights = named.pop("weights", None)
         try:
             group: Communicator = (

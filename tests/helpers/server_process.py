@@ -56,7 +56,7 @@ class ServerProcess:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.said: list[str] = []
+        self.printed: list[str] = []
         self.url = self._address()
 
     def _address(self) -> str:
@@ -65,13 +65,13 @@ class ServerProcess:
         while time.monotonic() < until:
             if select.select([self.process.stdout], [], [], 1)[0]:
                 line = self.process.stdout.readline()
-                self.said.append(line)
+                self.printed.append(line)
                 if found := re.match(r"serving on (http://\S+); data in ", line):
                     return found[1]
                 if not line:
                     break
         self.process.kill()
-        raise AssertionError(f"it did not begin: {self.said} {self.process.communicate()[1]}")
+        raise AssertionError(f"it did not begin: {self.printed} {self.process.communicate()[1]}")
 
     def __enter__(self) -> ServerProcess:
         return self

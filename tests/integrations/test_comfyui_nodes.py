@@ -194,9 +194,9 @@ def test_options_are_checked_before_the_queue(
 ) -> None:
     import re
 
-    said = pack.nodes[name].validate_inputs(options)
-    assert isinstance(said, str)
-    assert re.search(text, said)
+    answer = pack.nodes[name].validate_inputs(options)
+    assert isinstance(answer, str)
+    assert re.search(text, answer)
 
 
 def test_a_workflow_sets_nothing_that_python_alone_sets(pack: Any) -> None:

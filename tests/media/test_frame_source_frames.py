@@ -91,6 +91,6 @@ def test_what_can_not_be_read_is_one_line(tmp_path: Path) -> None:
 
 def test_an_open_animation_is_asked_for_by_its_path(tmp_path: Path) -> None:
     write(tmp_path / "clip.gif", [FRAMES], 10)
-    told = pytest.raises(InputError, match="of 5 frames; give the path of its file")
-    with Image.open(tmp_path / "clip.gif") as moving, told:
+    refused = pytest.raises(InputError, match="of 5 frames; give the path of its file")
+    with Image.open(tmp_path / "clip.gif") as moving, refused:
         open_frames(moving, what="source")

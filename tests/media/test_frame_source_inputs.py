@@ -1,4 +1,4 @@
-"""What is no picture or video is told by the plan, before anything is looked at."""
+"""The plan refuses what is no picture or video, before anything is read."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ write(sys.argv[1], [(np.where(disc, (240, 20, 10), (30, 60, 200)) + grain).astyp
 def test_bytes_do_not_depend_on_what_memory_held_before(tmp_path: Path) -> None:
     """x264's AVX-512 code reads memory that nobody has written, in pictures as narrow as this.
 
-    glibc fills memory that it hands out with whatever it is told to. Elsewhere, and on a processor
+    glibc fills memory that it hands out with whatever it is set to. Elsewhere, and on a processor
     without AVX-512, this test can't fail.
     """
     files = []

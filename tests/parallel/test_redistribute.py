@@ -1,6 +1,6 @@
 """Columns become rows and columns again, bit for bit, among any number of ranks.
 
-What each rank should hold is told by plain indexing of the whole tensor; bytes are counted by the
+What each rank should hold follows from plain indexing of the whole tensor; bytes are counted by the
 tests themselves, where torch.distributed is called.
 """
 
@@ -175,11 +175,11 @@ def statistics(group: Communicator) -> dict[str, Any]:
     x = torch.tensor([0.1, 0.7]) * (group.rank + 1)
     layout = torch.arange(24.0).view(1, 2, 3, 4).contiguous(memory_format=torch.channels_last)
     mine = [x, x.to(torch.bfloat16), {"of": Pair(layout, None)}, (3, "ü")]
-    told = group.broadcast_tree(mine if group.rank == 1 else None, 1, "sharing")
+    received = group.broadcast_tree(mine if group.rank == 1 else None, 1, "sharing")
     return {
         "gathered": group.gather(x[None], [1] * group.size, "gathering"),
-        "told": group.all_gather_object({"rank": group.rank, "ä": [1.5, None]}, "telling"),
-        "shared": told,
+        "received": group.all_gather_object({"rank": group.rank, "ä": [1.5, None]}, "telling"),
+        "shared": received,
         "sent": dict(group.sent),
     }
 
@@ -189,7 +189,7 @@ def test_tensors_and_values_arrive_everywhere(ranks: Group) -> None:
     x = torch.tensor([0.1, 0.7])
     for each in found:
         assert torch.equal(each["gathered"], torch.stack([x, x * 2, x * 3]))
-        assert each["told"] == [{"rank": r, "ä": [1.5, None]} for r in range(3)]
+        assert each["received"] == [{"rank": r, "ä": [1.5, None]} for r in range(3)]
         assert torch.equal(each["shared"][0], x * 2)
         assert torch.equal(each["shared"][1], (x * 2).to(torch.bfloat16))
         pair = each["shared"][2]["of"]

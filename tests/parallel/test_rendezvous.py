@@ -18,10 +18,10 @@ def ranks() -> Any:
 
 def meet(group: Communicator) -> list[str]:
     """What a rank waits for meanwhile."""
-    said = list[str]()
-    group.waits = said.append
+    messages = list[str]()
+    group.waits = messages.append
     new_group(group, [[*range(group.size)]])
-    return said
+    return messages
 
 
 def test_ranks_that_meet_in_groups_wait(ranks: Group) -> None:

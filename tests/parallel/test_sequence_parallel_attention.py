@@ -201,13 +201,13 @@ def _counted(group: Communicator, backend: str, size: int) -> dict[str, Any]:
 def test_the_plan_s_bytes_are_those_that_are_sent(ranks: Group, case: str) -> None:
     (samples, heads, tokens), _ = CASES[case]
     partition = TokenPartition(TokenGrid(samples, heads, tokens), (1.0,) * 5)
-    told = {
+    expected = {
         "ulysses": [HeadPartition(partition).num_sent(rank) for rank in range(5)],
         "ring": [sent_vectors(partition, rank) for rank in range(5)],
     }
     for backend in SEQUENCE_BACKENDS:
         found = ranks.run(5, attended, backend, case)
-        assert [each["sent"] for each in found] == [n * WIDTH * 8 for n in told[backend]]
+        assert [each["sent"] for each in found] == [n * WIDTH * 8 for n in expected[backend]]
 
 
 @pytest.mark.parametrize("backend", SEQUENCE_BACKENDS)

@@ -39,8 +39,10 @@ def model() -> ModelSpec:
     return found
 
 
-def fitted(model: ModelSpec, where: DeviceFacts, *, host: int = 32 * GB, **told: Any) -> FitResult:
-    wanted = QuantizationChoice(**{"asked": "auto", **told})
+def fitted(
+    model: ModelSpec, where: DeviceFacts, *, host: int = 32 * GB, **fields: Any
+) -> FitResult:
+    wanted = QuantizationChoice(**{"asked": "auto", **fields})
     return MemoryFit(ComponentPlanner(model, where, "auto", False, host, quantization=wanted)).fit(
         SETTINGS
     )
@@ -65,8 +67,8 @@ def test_a_processor_that_holds_them_no_other_way_has_them_in_int8(model: ModelS
     assert part.precision.weight_dtype == "int8"
     # What is no linear layer, or an island, is as it was.
     assert 0.25 < part.weight_bytes / whole.weight_bytes < 0.35
-    (said,) = [note for note in found.notes if "stored in int8 (lossy" in note]
-    assert said.endswith(
+    (note,) = [note for note in found.notes if "stored in int8 (lossy" in note]
+    assert note.endswith(
         "differs by about 1%, as nothing else makes it fit; --quantize none prevents it)"
     )
     # The small parts are not concerned, and `none` refuses.
@@ -131,7 +133,7 @@ def test_what_a_record_says_is_taken_exactly(model: ModelSpec) -> None:
     assert kinds == {"step_llm": "", "clip": "", "denoiser": "fp8", "vae": ""}
 
 
-def test_what_can_t_be_had_is_said() -> None:
+def test_what_can_t_be_had_is_reported() -> None:
     kinds = "int8, fp8, int8-dynamic, fp8-scaled, gguf"
     with pytest.raises(InputError, match=f"one of auto, none, {kinds}, got 'int4'"):
         Request(prompt="a", quantize="int4")

@@ -80,7 +80,7 @@ def test_no_prompt_at_all() -> None:
         find_model(Request(), may_fetch=False)
 
 
-def test_a_size_that_can_not_be_is_told_before_a_prompt_that_it_does_not_draw() -> None:
+def test_a_size_that_can_not_be_is_reported_before_a_prompt_that_it_does_not_draw() -> None:
     with pytest.raises(InputError, match="height must be a multiple of 8, got 63"):
         resolve(Request(prompt="a cat", size="63x63"))
     with pytest.raises(InputError, match="does not know the word 'cat'"):

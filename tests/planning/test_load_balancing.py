@@ -83,8 +83,8 @@ def test_all_compute_in_what_each_of_them_has() -> None:
 def test_a_plan_of_unequal_devices() -> None:
     found = plan(card(0), card(1, "slow", 1e12))
     assert weights(found) == [1.0, 0.3125]
-    (said,) = (note for note in found.notes if note.startswith("shares of the work"))
-    assert said == "shares of the work: cuda:0 (fast) 76%, cuda:1 (slow) 24%"
+    (note,) = (note for note in found.notes if note.startswith("shares of the work"))
+    assert note == "shares of the work: cuda:0 (fast) 76%, cuda:1 (slow) 24%"
     assert {part.precision.compute for part in found.components} == {"float32"}
     assert not any(part.fast_paths for part in found.components), "nothing is certified on both"
     assert weights(plan(card(0), card(1, "slow", 1e12), shares="1,1")) == [1.0, 1.0]
@@ -103,8 +103,8 @@ def test_short_memory_moves_work_to_the_others() -> None:
     assert tight.infeasible is None
     # The plan is of the rank that is tightest.
     assert 0.5 * free < tight.component("denoiser").peak_bytes <= 0.92 * free
-    (said,) = (note for note in tight.notes if note.startswith("shares of the work"))
-    assert said.endswith("cuda:1 would do more by speed, and has no memory for it")
+    (note,) = (note for note in tight.notes if note.startswith("shares of the work"))
+    assert note.endswith("cuda:1 would do more by speed, and has no memory for it")
     # What was asked for is left as it is, and is reported where it can't be done.
     asked = plan(card(0), card(1, "other", free=free), shares="1,1", **size)
     assert weights(asked) == [1.0, 1.0]
@@ -202,8 +202,8 @@ def test_weights_are_kept_by_all_where_they_do_not_fit_on_one() -> None:
     assert not part.block_offload, "the host is not needed"
     assert whole.weight_bytes / 3 < part.on_device_bytes < 0.7 * whole.weight_bytes
     assert part.weight_bytes == whole.weight_bytes
-    (said,) = (note for note in tight.notes if "sharded weights" in note)
-    assert said.startswith("STDiT denoiser: sharded weights: each of 3 devices")
+    (note,) = (note for note in tight.notes if "sharded weights" in note)
+    assert note.startswith("STDiT denoiser: sharded weights: each of 3 devices")
     # Each sends what it keeps to both others, once for each branch, which come one by one by then.
     assert tight.settings.saving("branches_at_once", 2) == 1
     assert sum(kept(tight)) == pytest.approx(2 * 2 * whole.weight_bytes, rel=0.1)

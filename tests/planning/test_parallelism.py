@@ -1,4 +1,4 @@
-"""How a run is divided: chosen by the forecast, told by the plan, or refused with what would do."""
+"""How a run is divided: chosen by forecast, shown by the plan, or refused with what is possible."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_devices_by_number_and_by_name(asked: dict[str, Any], names: list[str]) 
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("asked", "message"),
     [
         ({"num_devices": 4}, r"this machine has 3 of cuda; give at most 3, or --device cpu"),
         ({"devices": "0,3"}, r"'cuda:3' is not there: this machine has 3 of cuda"),
@@ -123,8 +123,8 @@ def test_devices_by_number_and_by_name(asked: dict[str, Any], names: list[str]) 
         ({"devices": "0,1", "num_devices": 3}, "devices names 2 and num_devices is 3"),
     ],
 )
-def test_devices_that_are_not_there(asked: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_devices_that_are_not_there(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         asked_devices(Request(prompt=PROMPT, **asked), MACHINE)
 
 
@@ -258,8 +258,8 @@ def test_branches_are_apart_where_that_is_faster(
 
 def test_a_model_whose_tokens_nobody_deals_out_says_so() -> None:
     model = ApartOrNot(1, 1, ())
-    said = "no token split of a model is known; it can be cfg=2"
-    with pytest.raises(InputError, match=said):
+    message = "no token split of a model is known; it can be cfg=2"
+    with pytest.raises(InputError, match=message):
         divided(model=model, num_devices=3, parallel="sequence=3")
 
 
@@ -279,7 +279,7 @@ def test_a_device_without_a_share_has_no_videos_of_its_own(model: Any) -> None:
         divided(**given, parallel="data=3")
 
 
-def test_idle_ranks_are_told() -> None:
+def test_idle_ranks_are_reported() -> None:
     """10 rows (5 frames of two branches), 32 columns; and a model that is not shared at all."""
     idle = [rank.idle_reason for rank in divided(num_devices=34).ranks]
     assert not any(idle[:10])
@@ -290,16 +290,16 @@ def test_idle_ranks_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("without", "told"),
+    ("without", "message"),
     [((3,), "rank 3"), ((2, 3), "ranks 2, 3"), ((1, 3, 4), "ranks 1, 3, 4"),
      (range(1, 5), "ranks 1 to 4")],
 )  # fmt: skip
-def test_ranks_without_work_are_told_together(without: Sequence[int], told: str) -> None:
+def test_ranks_without_work_are_reported_together(without: Sequence[int], message: str) -> None:
     ranks = [
         SimpleNamespace(idle_reason="too many" if rank in without else "") for rank in range(5)
     ]
     division: Any = SimpleNamespace(ranks=ranks)
-    assert idle_notes(division) == (f"{told}: too many",)
+    assert idle_notes(division) == (f"{message}: too many",)
 
 
 def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
@@ -320,7 +320,7 @@ def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"parallel": "cfg=2,sequence=2", "num_devices": 3},
          r"is for 4 devices, got 3; for 3 it can be auto, sequence=3 or cfg=2, which splits any"),
@@ -339,8 +339,8 @@ def test_the_plan_is_of_the_rank_with_the_most_to_do() -> None:
         ({"shares": "1,2", "num_devices": 3}, "must be 3 numbers"),
     ],
 )  # fmt: skip
-def test_what_can_not_be_had_says_what_can(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_can_not_be_had_says_what_can(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         divided(**options)
 
 

@@ -43,7 +43,7 @@ def test_few_steps_are_not_to_be_calibrated() -> None:
     assert str(resolved.quality).startswith("33dB: exact (a run of too few steps")
 
 
-def test_the_fastest_measured_method_is_taken_and_told() -> None:
+def test_the_fastest_measured_method_is_taken_and_reported() -> None:
     key = plant_calibration()
     bold, mild = plan(quality="32dB"), plan(quality="35dB")
     assert (str(bold.settings.method), str(mild.settings.method)) == ("taylor1@8", "unipc@12")

@@ -141,10 +141,10 @@ def test_a_named_product_that_is_refused_is_not_claimed(
     ],
 )
 @pytest.mark.usefixtures("certified")
-def test_what_can_t_be_is_said(model: Path, options: dict[str, Any], says: str) -> None:
-    with pytest.raises(InputError) as told:
+def test_what_can_t_be_is_reported(model: Path, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(InputError) as raised:
         plan(model, **options)
-    assert says in str(told.value)
+    assert says in str(raised.value)
 
 
 def test_without_the_package_the_command_is_named(

@@ -67,7 +67,7 @@ def test_a_plan_reads_no_tensor(model: str) -> None:
     assert all(part.peak_bytes > part.weight_bytes > 0 for part in plan.components)
 
 
-def test_a_prompt_that_is_too_long_is_told_before_a_run(model: str) -> None:
+def test_a_prompt_that_is_too_long_is_reported_before_a_run(model: str) -> None:
     """By the tokenizer, as a run tells it; `test_stages` of each family has the run's."""
     long = "a red circle " * 7 + "a " + "left " * 16
     with pytest.raises(InputError, match=r"has 46 tokens, this model reads 24;.*cuts: 'left"):
@@ -114,7 +114,7 @@ def test_threads(machine: Callable[..., None], monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_is_loaded")
-def test_too_little_memory_is_told_before_anything_is_loaded_and_what_fits_does(
+def test_too_little_memory_is_reported_before_anything_is_loaded_and_what_fits_does(
     machine: Callable[..., None], model: str
 ) -> None:
     roomy = everyframe.plan("a", model=model, resolution="360p", num_frames=102)
@@ -232,7 +232,7 @@ def test_fp16_on_a_cpu_is_refused_unless_forced(machine: Callable[..., None], mo
 
 
 def test_fp16_on_the_cpu_that_is_here_is_tried(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    """What is said of it is what was measured, whatever its flags are."""
+    """The line about it is what was measured, whatever its flags are."""
     speeds = {"float32": 1e9, "float16": 1e9}
     monkeypatch.setattr(throughput, "_rate", lambda product, *rest: (speeds[product.dtype],))
     asked = {"model": model, "dtype": "fp16", "device": "cpu", **SIZES}

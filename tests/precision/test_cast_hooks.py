@@ -108,7 +108,7 @@ def test_twice_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "outputs", "said"),
+    ("precision", "outputs", "message"),
     [
         (Precision("float16", "float32"), ("",), "must be the same"),
         (Precision("float16", "float16", islands=("tabel",)), ("",), "'tabel' matches no part"),
@@ -116,8 +116,8 @@ def test_twice_is_an_error() -> None:
         (FP16, ("decoder",), "'decoder' is no part of this Residual"),
     ],
 )
-def test_what_is_refused(precision: Precision, outputs: tuple[str, ...], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_is_refused(precision: Precision, outputs: tuple[str, ...], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         add_cast_hooks(Residual(), precision, outputs)
 
 

@@ -75,7 +75,7 @@ def test_fp16_on_a_cpu_is_refused_with_its_price_and_how_to_do_it() -> None:
     assert "was tried and takes up to 86 times as long" in notes[0]
 
 
-def test_fp16_on_a_cpu_that_is_fast_in_it_is_given_and_its_range_told() -> None:
+def test_fp16_on_a_cpu_that_is_fast_in_it_is_given_and_its_range_reported() -> None:
     precision, (note,) = choose(HALF_CPU, "float16", LARGE)
     assert precision.parameters == "float16"
     assert "65504" in note
@@ -97,7 +97,7 @@ def test_auto_without_risk_says_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "asked", "needs", "said"),
+    ("where", "asked", "needs", "message"),
     [
         (SLOW_CPU, "float16", LARGE, "86 times as long"),
         (V100, "auto", LARGE, "65504"),
@@ -108,11 +108,11 @@ def test_auto_without_risk_says_nothing() -> None:
         (A100, "float16", UPCAST, "black frames"),
     ],
 )
-def test_what_is_risky_is_said(
-    where: DeviceFacts, asked: str, needs: ComponentNeeds, said: str
+def test_what_is_risky_is_reported(
+    where: DeviceFacts, asked: str, needs: ComponentNeeds, message: str
 ) -> None:
     notes = choose(where, asked, needs, force=True)[1]
-    assert any(said in note and note.startswith(needs.name) for note in notes)
+    assert any(message in note and note.startswith(needs.name) for note in notes)
 
 
 def test_an_autoencoder_that_overflows_is_never_run_in_fp16() -> None:

@@ -126,7 +126,7 @@ def test_a_fault_in_it_is_found_and_mended_as_in_any_layer(kind: str) -> None:
     torch.testing.assert_close(net(x), torch.full((1, 8), 64 * 30.0 * 60), rtol=1e-2, atol=0)
     raised.undo()
     assert bad_weights({"net": net}) == []
-    # Weights that are no numbers stay so, and are told.
+    # Weights that are no numbers stay so, and are reported.
     plain.weight[2, 3] = torch.nan
     broken = nn.Sequential(of(plain, kind))
     assert "net.0.weight_scale" in [name for name, _ in bad_weights({"net": broken})]

@@ -65,8 +65,8 @@ def test_the_tokenizer_is_read_by_every_transformers_that_is_allowed(tmp_path: P
     """transformers 5 writes ``TokenizersBackend``, by which 4.57 made no video of `shapes`."""
     text.save_tokenizer(tmp_path)
     for folder in (tmp_path, shipped.FOLDER / "tokenizer"):
-        told = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        assert told["tokenizer_class"] == "PreTrainedTokenizerFast"
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
 
 
 def test_its_own_defaults_are_those_it_was_made_for() -> None:

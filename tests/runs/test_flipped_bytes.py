@@ -1,4 +1,4 @@
-"""A byte of a run folder that is not as it was written: it is told, and no other video comes of it.
+"""A byte of a run folder that changed later: an error names it, and no other video is made.
 
 Every byte of the JSON files is changed once, and of every other file one in each region; of some,
 the run is resumed. What is compared with is the unbroken run.
@@ -96,12 +96,12 @@ def test_every_region_of_every_answer_is_seen(tmp_path: Path) -> None:
     second = sorted((tmp_path / "3").iterdir())[1]
     saved = second.read_bytes()
     for _ in flips(second, _REGIONS):
-        said: list[str] = []
-        again = FileReplayLog(tmp_path / "3", said.append)
+        messages: list[str] = []
+        again = FileReplayLog(tmp_path / "3", messages.append)
         assert again.repairs() == ()
         assert again.next("0") is not None
         assert again.next("1") is None
-        assert len(said) == 1
+        assert len(messages) == 1
         second.write_bytes(saved)
 
 

@@ -24,7 +24,7 @@ def no_locks(*_: Any) -> None:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-def test_where_no_file_can_be_locked_a_run_is_made_and_told_not_to_be_kept(
+def test_where_no_file_can_be_locked_a_run_is_made_and_reported_as_not_saved(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole: list[Event] = list(begun(tmp_path / "a", model=model, **OPEN_SORA))

@@ -1,4 +1,4 @@
-"""Runs that nobody goes on with: which go, which stay, and that it is told."""
+"""Runs that nobody resumes: which are removed, which stay, and the note about it."""
 
 from __future__ import annotations
 

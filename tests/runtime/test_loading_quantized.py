@@ -61,13 +61,13 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def plan(kind: str, dtype: str = "float32", **told: Any) -> ComponentPlan:
+def plan(kind: str, dtype: str = "float32", **fields: Any) -> ComponentPlan:
     precision = Precision(dtype, dtype, ("last",), kind)
-    return ComponentPlan("model", "model", "denoise", "here", 0, "cpu", precision, 0, 0, **told)
+    return ComponentPlan("model", "model", "denoise", "here", 0, "cpu", precision, 0, 0, **fields)
 
 
-def loaded(path: Path, kind: str, dtype: str = "float32", **told: Any) -> Model:
-    return load_component(plan(kind, dtype, **told), Model, path, KeyMap())
+def loaded(path: Path, kind: str, dtype: str = "float32", **fields: Any) -> Model:
+    return load_component(plan(kind, dtype, **fields), Model, path, KeyMap())
 
 
 X = torch.randn(2, 16, generator=torch.Generator().manual_seed(1))
@@ -97,8 +97,8 @@ def test_the_bytes_are_those_that_a_plan_tells(kind: str, dtype: str, stored: Pa
     precision = plan(kind, dtype).precision
     count = {name: p.numel() for name, p in Model().named_parameters()}
     model = loaded(stored, kind, dtype)
-    told = weight_bytes(count, precision, rows=rows(Model(), precision))
-    assert sum(p.nbytes for p in model.parameters()) == told
+    expected = weight_bytes(count, precision, rows=rows(Model(), precision))
+    assert sum(p.nbytes for p in model.parameters()) == expected
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -155,7 +155,7 @@ def test_one_tensor_at_a_time_is_there_in_full(
     assert most <= 1
 
 
-def test_a_file_that_is_wrong_is_told_as_ever(stored: Path, tmp_path: Path) -> None:
+def test_a_file_that_is_wrong_is_reported_as_ever(stored: Path, tmp_path: Path) -> None:
     tensors = dict(Model().state_dict())
     tensors["blocks.2.widen.weight"] = torch.zeros(3, 16)
     save_file(tensors, tmp_path / "model.safetensors")

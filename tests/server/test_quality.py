@@ -1,4 +1,4 @@
-"""Quality over the API: a budget is refused, planned, run and told as it is from Python."""
+"""Quality over the API: a budget is refused, planned, run and reported as from Python."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_a_disk_without_room_is_a_reason(tmp_path: Path, monkeypatch: pytest.Mon
     with ServedApp(tmp_path / "server", FakeExecutor(), runs=True) as app:
         monkeypatch.setattr(DataFolder, "free_bytes", lambda self: -1)
         until = time.monotonic() + 10
-        while app.dispatcher.trouble is None and time.monotonic() < until:
+        while app.dispatcher.problem is None and time.monotonic() < until:
             time.sleep(0.01)
         found = reasons(app)
         assert [*found] == ["jobs_wait", "disk_full"]
@@ -56,7 +56,7 @@ def test_a_disk_without_room_is_a_reason(tmp_path: Path, monkeypatch: pytest.Mon
         )
         assert "1.1 GB are needed" in found["disk_full"]
         monkeypatch.undo()
-        while app.dispatcher.trouble is not None and time.monotonic() < until:
+        while app.dispatcher.problem is not None and time.monotonic() < until:
             time.sleep(0.01)
         assert reasons(app) == {}, "it is ready by itself once there is room"
 
@@ -90,7 +90,7 @@ def test_a_server_that_shuts_down_is_not_ready(app: ServedApp) -> None:
 
 
 class Patient:
-    """A doctor who is asked and answers when it is told; `num_calls` are those that came."""
+    """A doctor that answers when the test lets it; `num_calls` are those that came."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.num_calls, self.error = 0, error

@@ -374,7 +374,7 @@ def test_parameters_of_a_pipeline_are_its_options(served: ServedApp) -> None:
     assert values == {"option": {"guidance_scale_2": 3.5, "boundary_ratio": 0.9}}
 
 
-def test_a_full_disk_is_said(served: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported(served: ServedApp, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: object, data: bytes, ending: str) -> str:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

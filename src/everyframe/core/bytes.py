@@ -47,6 +47,18 @@ def without_processes(device: DeviceFacts, num_ranks: int) -> DeviceFacts:
     return replace(device, free_memory=max(0, device.free_memory - num_ranks * PROCESS_BYTES))
 
 
+def describe_process_shortage(num_ranks: int, cpu: DeviceFacts) -> str:
+    """Text for ranks whose processes leave no memory to compute in; empty if there is some."""
+    if num_ranks == 1 or fits(num_ranks * PROCESS_BYTES, cpu):
+        return ""
+    most = max(1, int(cpu.free_memory * USABLE_SHARE / PROCESS_BYTES) - 1)
+    return (
+        f"not enough memory: {num_ranks} processes take about "
+        f"{format_bytes(num_ranks * PROCESS_BYTES)} for themselves, {cpu.name} has "
+        f"{format_bytes(cpu.free_memory)} free; give fewer devices, {most} at most"
+    )
+
+
 def fits(num_bytes: int, device: DeviceFacts) -> bool:
     """Whether `num_bytes` fit into the usable part of the device's free memory."""
     return share_of(num_bytes, device) <= 1

@@ -225,7 +225,7 @@ class ComponentPlan:
 def peak_of(components: Iterable[ComponentPlan], copies: Mapping[str, int] | None = None) -> int:
     """Forecast device memory of the largest stage; components are loaded one stage at a time.
 
-    Components of one stage are in memory together unless they come by turns, and compute one after
+    Components of one stage are in memory together unless they take turns, and compute one after
     the other. `copies` counts the instances of a component where several ranks share one memory;
     unlisted components count once.
     """

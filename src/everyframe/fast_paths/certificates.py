@@ -29,7 +29,7 @@ from everyframe.hardware.software import driver_version, loaded_versions
 
 Verdict = Literal["certified", "refused"]
 
-#: A smaller speedup can't be told from noise in the few rounds of a trial.
+#: A smaller speedup can't be distinguished from noise in the few rounds of a trial.
 LEAST_GAIN = 1.03
 
 

@@ -65,8 +65,8 @@ class DistributedMoments:
         means, variances = torch.cat([own, came])[self._order].unbind(1)
         shares = self._shares.to(means.device)
         mean = (shares * means).sum(1)
-        apart = (means - mean[:, None]).square()
-        return mean, (shares * (variances + apart)).sum(1)
+        spread = (means - mean[:, None]).square()
+        return mean, (shares * (variances + spread)).sum(1)
 
 
 def sent_bytes(spans: Sequence[range], length: int, rank: int, groups: int) -> int:

@@ -41,10 +41,10 @@ class Ulysses:
             [self._heads.queries_sent(p, q) + 2 * self._heads.keys_sent(p, q) for q in ranks]
             for p in ranks
         ]
-        self._is_apart = not any(
+        self._is_alone = not any(
             self._there[p][q] for p in ranks for q in ranks if p != q and group.rank in (p, q)
         )
-        if self._is_apart:  # what it would send itself stays where it is
+        if self._is_alone:  # what it would send itself stays where it is
             self._there[group.rank][group.rank] = self._back[group.rank][group.rank] = 0
 
     def attend(
@@ -53,7 +53,7 @@ class Ulysses:
         """Results (b, heads, n, D) of `core` for this rank's tokens, in the dtype of `v`."""
         # Sent in the precision to which attention would cast it.
         q, k = q_bHnD.to(v_bHnD.dtype), k_bHnD.to(v_bHnD.dtype)
-        if self._is_apart:
+        if self._is_alone:
             return self._alone(core, q, k, v_bHnD, mask)
         ranks, mine = range(self.group.size), self.group.rank
         parts = (part for p in ranks for part in self._select_sent(p, q, k, v_bHnD))

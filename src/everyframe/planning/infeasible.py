@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from everyframe.core.bytes import PROCESS_BYTES, USABLE_SHARE, fits, format_bytes
+from everyframe.core.bytes import describe_process_shortage, fits, format_bytes
 from everyframe.core.facts import MachineFacts
 from everyframe.core.options import flag_of
 from everyframe.core.plan import Plan
@@ -26,9 +26,10 @@ def infeasible_reason(
             f"{plan.dtype_errors[0]} "
             "(--dtype fp32 has none where the model itself asks for no dtype)"
         )
-    too_many = _too_many_processes(plan, facts)
-    if too_many:
-        return too_many
+    num_ranks = 1 if plan.parallel is None else len(plan.parallel.ranks)
+    shortage = describe_process_shortage(num_ranks, facts.cpu)
+    if plan.device.kind == "cpu" and shortage:
+        return shortage
     text = f"not enough memory: {_needs(plan, fitting)}"
     smaller = fitting.largest(plan.settings)
     if smaller is not None:
@@ -54,19 +55,6 @@ def infeasible_reason(
         return f"{text}; fewer devices take less of it"
     least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
     return f"{text}; no smaller video of this model fits{least}"
-
-
-def _too_many_processes(plan: Plan, facts: MachineFacts) -> str:
-    """Text for CPU ranks that leave no memory to compute in; empty otherwise."""
-    ranks = 1 if plan.parallel is None else len(plan.parallel.ranks)
-    if plan.device.kind != "cpu" or ranks == 1 or fits(ranks * PROCESS_BYTES, facts.cpu):
-        return ""
-    most = max(1, int(facts.cpu.free_memory * USABLE_SHARE / PROCESS_BYTES) - 1)
-    return (
-        f"not enough memory: {ranks} processes take about "
-        f"{format_bytes(ranks * PROCESS_BYTES)} for themselves, {plan.device.name} has "
-        f"{format_bytes(facts.cpu.free_memory)} free; give fewer devices, {most} at most"
-    )
 
 
 def _needs(plan: Plan, fitting: MemoryFit) -> str:

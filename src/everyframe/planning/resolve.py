@@ -218,7 +218,7 @@ def _check_contents(request: Request, settings: Settings, given: LoadedModel | N
 
         check_given(request)
     if given is None and request.model is None:
-        refuse_if_not_drawable(request)  # after sizes, which are cheaper to mend
+        refuse_if_not_drawable(request)  # after sizes, which are cheaper to fix
 
 
 def default_threads(facts: MachineFacts, num_ranks: int, *, is_here: bool = True) -> int:

@@ -87,7 +87,7 @@ def test_they_begin_with_the_seed_and_are_put_back() -> None:
     assert not generators.is_mixed
 
 
-def test_two_calls_at_once_are_told_and_leave_them_as_they_were() -> None:
+def test_two_calls_at_once_are_reported_and_leave_them_as_they_were() -> None:
     before, one, other = state(), GlobalGenerators(), GlobalGenerators()
     with one.seeded(1), other.seeded(2):
         pass

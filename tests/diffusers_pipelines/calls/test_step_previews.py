@@ -111,7 +111,7 @@ def test_only_the_scheduler_of_this_call_is_heard() -> None:
     assert len(heard) == 2
 
 
-def test_what_is_not_understood_is_said_once() -> None:
+def test_what_is_not_understood_is_reported_once() -> None:
     plan = replace(everyframe.plan("a red circle"), preview=PreviewPlan(1, "published"))
     previews = StepPreviews(plan, LatentSpace("AutoencoderKL", 4, 0.18215, "c t h w"))
     scheduler = FlowMatchEulerDiscreteScheduler()

@@ -1,4 +1,4 @@
-"""Steps are told from calls: by the timestep, or by the scheduler's own index."""
+"""Steps are found from calls: by the timestep, or by the scheduler's own index."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_calls_with_the_same_timestep_are_one_step(calls_a_step: int) -> None:
         bench.coder.decode(X)
         assert bench.seen == [(1, 3), (2, 3), (3, 3)]
         watch.finish()
-    assert bench.seen == [(1, 3), (2, 3), (3, 3)], "told once"
+    assert bench.seen == [(1, 3), (2, 3), (3, 3)], "reported once"
     assert bench.watch.num_calls["transformer"] == 3 * calls_a_step
 
 
@@ -102,7 +102,7 @@ def test_frames_that_are_given_have_a_timestep_of_their_own() -> None:
     assert bench.seen == [(1, 2), (2, 2)]
 
 
-def test_more_steps_than_the_scheduler_has_are_told_as_they_come() -> None:
+def test_more_steps_than_the_scheduler_has_are_counted_as_they_come() -> None:
     """A pipeline that makes its video piece by piece runs through its timesteps several times."""
     bench = Bench(SimpleNamespace(timesteps=torch.tensor([900, 500])))
     with bench.watch as watch:

@@ -269,7 +269,7 @@ def test_a_callback_ends_a_run_early(pipe: Any) -> None:
         if isinstance(event, Step):
             pipe._interrupt = True
 
-    # A step is told when the next one begins, which comes to its end.
+    # A step's event comes when the next one begins, which is computed to its end.
     from_outside = run(pipe, **PROMPT, on_event=stop)
     assert np.array_equal(from_outside.frames, theirs(pipe, **after(2))[0])
     assert not np.array_equal(from_outside.frames, found.frames)

@@ -343,7 +343,9 @@ def test_a_clip_may_be_given_as_the_parameter_of_the_pipeline(clip: Any) -> None
         ("SkyReelsV2DiffusionForcingVideoToVideoPipeline", {"extend": None}, "give one .extend"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_is_said_in_one_line(name: str, given: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_is_reported_in_one_line(
+    name: str, given: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message) as refused:
         _resolved(name, **{"extend": CLIP, **given})
     assert "\n" not in str(refused.value)

@@ -96,7 +96,7 @@ def test_light_beyond_white_is_reported() -> None:
     assert beyond_range(frames) is None
     assert beyond_range(np.full((1, 2, 2, 3), 255, np.uint8)) is None
     frames[1] = 12.5
-    told = beyond_range(frames)
-    assert told is not None
-    assert told.startswith("50% of the values are beyond")
-    assert "the largest is 12.5" in told
+    note = beyond_range(frames)
+    assert note is not None
+    assert note.startswith("50% of the values are beyond")
+    assert "the largest is 12.5" in note

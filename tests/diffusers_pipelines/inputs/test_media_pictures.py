@@ -126,7 +126,7 @@ def test_a_record_is_made_of_its_fields_and_numbers_of_their_file(
     assert np.array_equal(got["c2w"], track)
 
 
-def test_what_is_no_file_is_told_before_anything_is_loaded(tmp_path: Path, still: str) -> None:
+def test_what_is_no_file_is_reported_before_anything_is_loaded(tmp_path: Path, still: str) -> None:
     known = interface().parameters
     with pytest.raises(MediaError, match=r"nowhere\.mp4' does not exist"):
         check(interface(), known["video"], "nowhere.mp4")

@@ -52,7 +52,7 @@ def frames(pipe: Any, **more: Any) -> Any:
 
 
 def by_hand(pipe: Any) -> Any:
-    """The pipeline's own loop over a UNet that is told which steps are whole."""
+    """The pipeline's own loop over a UNet that is given which steps are whole."""
     steps, whole = -1, METHOD.computed_steps(STEPS)
     with DeepFeatures(pipe.unet) as features:
 

@@ -206,24 +206,24 @@ def test_real_ranks_send_and_compute_what_imagined_ones_do(ranks: Group, way: st
 
 def everything(video_group: Communicator) -> Callable[[], None]:
     """A rank computes what is not its own, and hands nothing on that is wrong for it."""
-    kept = CfgParallel._answer_call
+    original = CfgParallel._answer_call
 
     def called(self: Any, name: str, call: ModuleCall) -> Any:
         return call.compute()
 
     CfgParallel._answer_call = called  # type: ignore[method-assign]
-    return lambda: setattr(CfgParallel, "_answer_call", kept)
+    return lambda: setattr(CfgParallel, "_answer_call", original)
 
 
 def other_branch(video_group: Communicator) -> Callable[[], None]:
     """The last rank takes the first branch of a batch, and has the first answer for its own."""
-    kept = cfg_parallel._of_branches, cfg_parallel.CfgParallel._exchange_tensors
+    original = cfg_parallel._of_branches, cfg_parallel.CfgParallel._exchange_tensors
 
     def of_branches(leaf: Tensor, one: int, count: int, mine: range, path: str) -> Tensor:
-        return kept[0](leaf, one, count, range(len(mine)), path)
+        return original[0](leaf, one, count, range(len(mine)), path)
 
     def exchanged(self: Any, mine: Any, facts: Any) -> Any:
-        parts = kept[1](self, mine, facts)
+        parts = original[1](self, mine, facts)
         return [parts[0]] * len(parts) if all(facts) else parts
 
     if video_group.rank == video_group.size - 1:
@@ -231,20 +231,20 @@ def other_branch(video_group: Communicator) -> Callable[[], None]:
         CfgParallel._exchange_tensors = exchanged  # type: ignore[method-assign]
 
     def undo() -> None:
-        cfg_parallel._of_branches, CfgParallel._exchange_tensors = kept  # type: ignore[method-assign]
+        cfg_parallel._of_branches, CfgParallel._exchange_tensors = original  # type: ignore[method-assign]
 
     return undo
 
 
 def nothing_is_brought(video_group: Communicator) -> Callable[[], None]:
     """An answer is looked at before it came."""
-    kept = LazyTensor.of
+    original = LazyTensor.of
 
     def of(known: Any) -> Any:
-        return kept(lambda: torch.full((1, 4, 3, 6, 10), torch.nan, dtype=torch.float64))
+        return original(lambda: torch.full((1, 4, 3, 6, 10), torch.nan, dtype=torch.float64))
 
     LazyTensor.of = of  # type: ignore[method-assign]
-    return lambda: setattr(LazyTensor, "of", staticmethod(kept))
+    return lambda: setattr(LazyTensor, "of", staticmethod(original))
 
 
 @pytest.mark.parametrize("way", ["together", "in turn"])

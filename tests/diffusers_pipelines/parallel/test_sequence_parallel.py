@@ -271,14 +271,14 @@ def padding(
     def padded(x: Tensor) -> Tensor:
         return torch.cat([x, torch.zeros_like(x[:, :, :1])], dim=2)
 
-    inner, kept = ring_attention.partial_attention, sequence_parallel.sequence_attention
+    inner, original = ring_attention.partial_attention, sequence_parallel.sequence_attention
 
     def partial(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Any:
         return inner(q, padded(k), padded(v), mask)
 
     class Padded:
         def __init__(self, *given: Any) -> None:
-            self._inner = kept(*given)
+            self._inner = original(*given)
 
         def attend(self, core: Any, *given: Any) -> Tensor:
             def look(q: Tensor, k: Tensor, v: Tensor, mask: Any = None) -> Tensor:
@@ -289,7 +289,7 @@ def padding(
     ring_attention.partial_attention, sequence_parallel.sequence_attention = partial, Padded  # type: ignore[attr-defined]
 
     def undo() -> None:
-        ring_attention.partial_attention, sequence_parallel.sequence_attention = inner, kept  # type: ignore[attr-defined]
+        ring_attention.partial_attention, sequence_parallel.sequence_attention = inner, original  # type: ignore[attr-defined]
 
     return undo
 

@@ -140,9 +140,9 @@ def test_a_part_that_dies_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
     from helpers import crashing_functions
 
     monkeypatch.setattr(peaks, "measure_peaks", crashing_functions.divide_by_zero)
-    told: list[str] = []
+    lines: list[str] = []
     device = DeviceFacts("a processor", "cpu", None, 10**9, 10**9)
-    measuring = machine._Measuring(device, 1, told.append)
+    measuring = machine._Measuring(device, 1, lines.append)
     assert measuring.peaks() == ()
     assert "SIGFPE" in measuring.failed["peaks"]
-    assert told
+    assert lines

@@ -244,7 +244,7 @@ def test_threads_are_repeated_where_the_machine_can_bear_them(
     assert threads_to_repeat({"plan": {"num_threads": 100_000}}) is None
 
 
-def test_differences_are_told(model: Path) -> None:
+def test_differences_are_reported(model: Path) -> None:
     record = record_of(model)
     assert differences(record, record) == ()
     other = json.loads(json.dumps(record))

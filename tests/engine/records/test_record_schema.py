@@ -105,7 +105,7 @@ def test_the_unbroken_record_is_taken(tmp_path: Path, monkeypatch: pytest.Monkey
     assert request_from(edited("plan.num_threads=1"), {}).prompt == "a red circle"
 
 
-#: What a stranger may write, by option; each has to be said by a person.
+#: What a stranger may write, by option; a person has to give each again.
 ASKED: dict[str, Any] = {
     "trust_remote_code": True, "report": "/tmp/anywhere", "force": True, "forget_repairs": True,
     "preview": True, "preview_decoder": "/tmp/anywhere",
@@ -120,15 +120,15 @@ ASKED: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-def test_what_a_person_has_to_say_is_not_taken_and_told(name: str) -> None:
+def test_what_a_person_has_to_say_is_not_taken_and_reported(name: str) -> None:
     asked = request_from(record(**{name: ASKED[name]}), {})
     plain = request_from(record(), {})
     assert asked == plain
     assert asked.family_options == {}
     other = {**record(), "model": {"sha256": "0"}, "everyframe": "", "versions": {},
              "plan": {"device": {"name": "cpu"}, "num_threads": 1, "components": []}}  # fmt: skip
-    told = differences(record(**{name: ASKED[name]}), other)
-    lines = [each for each in told if f"its {name}=" in each]
+    found = differences(record(**{name: ASKED[name]}), other)
+    lines = [each for each in found if f"its {name}=" in each]
     assert len(lines) == 1
     assert "is not taken from a record; give it again: --" in lines[0]
 

@@ -100,13 +100,13 @@ def test_what_a_strangers_run_asks_for_is_named_again(
         edited(run, signature=None)
     else:
         of_another_user(monkeypatch, tmp_path)
-    told = r"use.*--option image=FILE \(it was 'cat.png'\), --model FOLDER \(it was '.*tiny'\)"
+    message = r"use.*--option image=FILE \(it was 'cat.png'\), --model FOLDER \(it was '.*tiny'\)"
     for refused in (
         lambda: everyframe.resume(run.path),
         lambda: [*resume_run(run)],
         lambda: [*run_in_workers(WorkerJob(run=run.path))],
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             refused()
     with pytest.raises(InputError, match=r"again.*: --option image=FILE \(it was 'cat.png'\)$"):
         everyframe.resume(run.path, model=model)
@@ -264,10 +264,10 @@ def test_a_picture_of_a_strangers_run_starts_no_program(
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     run = cut(model, tmp_path / "runs", image=Image.new("RGB", (16, 16)), edit_strength=0.5)
     drawing = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\nshowpage\n"
-    kept = TensorStore(run.given).keep(torch.frombuffer(bytearray(drawing), dtype=torch.uint8))
-    assert kept is not None
+    stored = TensorStore(run.given).keep(torch.frombuffer(bytearray(drawing), dtype=torch.uint8))
+    assert stored is not None
     request = run.run()["request"]
-    request["fields"]["image"]["hash"] = kept["hash"]
+    request["fields"]["image"]["hash"] = stored["hash"]
     edited(run, request=request)
     with pytest.raises(CorruptRunError, match="a saved picture is no PNG"):
         everyframe.resume(run.path, model=model)

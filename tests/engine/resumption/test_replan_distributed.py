@@ -23,7 +23,7 @@ from everyframe.media.pixels import to_uint8
 from everyframe.parallel.communicator import Communicator
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions, furthest
-from helpers.interrupted_ranks import begun, check_close, copied, gone_on, told, videos
+from helpers.interrupted_ranks import begun, check_close, copied, resume_there, summarize, videos
 from helpers.rank_pool import Group, group_of
 
 #: Two pieces to decode, and latents (6, 3, 5) that the patch of 2 does not divide.
@@ -58,7 +58,7 @@ def test_on_as_many_ranks_it_has_the_same_bits(
     ranks: Group, shared: tuple[Path, dict[int, Any]], tmp_path: Path
 ) -> None:
     path, whole = shared
-    found = ranks.run(2, gone_on, copied(path, tmp_path), None)
+    found = ranks.run(2, resume_there, copied(path, tmp_path), None)
     np.testing.assert_array_equal(videos(found)[5], whole[5])
     assert [each["steps"] for each in found] == [[(5, 3)]] * 2, (
         "nothing that was done is done again"
@@ -70,11 +70,11 @@ def test_on_another_number_of_ranks_only_rounding_differs(
 ) -> None:
     path, whole = shared
     place = copied(path, tmp_path)
-    found = ranks.run(3, gone_on, place, {"num_devices": 3})
+    found = ranks.run(3, resume_there, place, {"num_devices": 3})
     check_close(videos(found), whole)
     assert [each["steps"] for each in found] == [[(5, 3)]] * 3
-    (said,) = (note for note in found[0]["notes"] if "begun on" in note)
-    assert said.startswith(
+    (note,) = (note for note in found[0]["notes"] if "begun on" in note)
+    assert note.startswith(
         "begun on 2 devices, resumed on 3 devices: sums in another order differ "
     )
     plan = load_run(RunFolder(place)).plan
@@ -89,7 +89,7 @@ def test_with_too_little_memory_all_ranks_go_on_in_less(
     path, whole = shared
     short = OutOfMemoryInfo("denoise", 3, ("denoiser",), "step 3 of denoise", "no memory", rank=1)
     place, again = copied(path, tmp_path), copied(path, tmp_path / "again")
-    found = ranks.run(2, gone_on, place, None, (), short)
+    found = ranks.run(2, resume_there, place, None, (), short)
     check_close(videos(found), whole)
     assert [each["steps"] for each in found] == [[(5, 3)]] * 2
     (done,) = found[0]["repairs"]
@@ -98,9 +98,9 @@ def test_with_too_little_memory_all_ranks_go_on_in_less(
     assert kept.plan.settings.saving("branches_at_once", 2) == 1
     # Broken off before another state was written.
     (again / "run.json").write_bytes((place / "run.json").read_bytes())
-    later = ranks.run(2, gone_on, again, None)
+    later = ranks.run(2, resume_there, again, None)
     np.testing.assert_array_equal(videos(later)[5], videos(found)[5])
-    assert later[0]["repairs"] == [], "it was told before"
+    assert later[0]["repairs"] == [], "it was reported before"
     for each in (found, later):
         (record,) = each[0]["record"]
         assert [repair["to"] for repair in record["repairs"]] == [done]
@@ -110,19 +110,21 @@ def test_with_too_little_memory_all_ranks_go_on_in_less(
 def test_on_one_device(shared: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     path, whole = shared
     events = resume_run(RunFolder(copied(path, tmp_path)), ranks={"num_devices": 1}, cleans=False)
-    check_close(told(list(events), speaks=True)["frames"], whole)
+    check_close(summarize(list(events), speaks=True)["frames"], whole)
 
 
 @pytest.mark.slow
 def test_begun_on_one_device(ranks: Group, model: str, tmp_path: Path) -> None:
-    whole = told(list(stream(Request(model=model, **OPTIONS), keep=SaveOptions(None))), speaks=True)
+    whole = summarize(
+        list(stream(Request(model=model, **OPTIONS), keep=SaveOptions(None))), speaks=True
+    )
     events = stream(Request(model=model, **OPTIONS), keep=SaveOptions(tmp_path, pace=EVERY_STEP))
     for event in events:
         if isinstance(event, Step) and event.stage == "denoise" and event.step == 2:
             break
     events.close()
     (kept,) = all_runs(tmp_path)
-    found = ranks.run(2, gone_on, kept.path, {"num_devices": 2})
+    found = ranks.run(2, resume_there, kept.path, {"num_devices": 2})
     check_close(videos(found), whole["frames"])
 
 
@@ -135,14 +137,14 @@ def test_each_group_keeps_its_own_videos(ranks: Group, model: str, tmp_path: Pat
     (kept,) = all_runs(tmp_path / "broken")
     assert [each.part for each in kept.parts()] == [0, 1, 2]
     other = copied(kept.path, tmp_path)
-    found = ranks.run(3, gone_on, kept.path, None, (5,))
+    found = ranks.run(3, resume_there, kept.path, None, (5,))
     assert [each["steps"] for each in found] == [[], [(6, 2)], [(7, 2)]]
     for seed in (6, 7):
         np.testing.assert_array_equal(videos(found)[seed], whole[seed])
     # Two devices share what three had apart: each video is where it was, whoever kept it.
     places = [furthest(RunFolder(other), [seed]) for seed in (5, 6, 7)]
     assert [place.part for place in places if place is not None] == [0, 1, 2]
-    found = ranks.run(2, gone_on, other, {"num_devices": 2, "parallel": "data=2"}, (5,))
+    found = ranks.run(2, resume_there, other, {"num_devices": 2, "parallel": "data=2"}, (5,))
     assert [each["steps"] for each in found] == [[(6, 2)], [(7, 2)]]
     for seed in (6, 7):
         np.testing.assert_array_equal(videos(found)[seed], whole[seed])

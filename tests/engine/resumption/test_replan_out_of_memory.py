@@ -77,7 +77,7 @@ class MadeUp:
             FramesDecoded(5, 3, pixels(3)),
             FramesDecoded(5, 2, pixels(2, 3)),
         ]
-        self._said = [
+        self._answers = [
             # Who waits for the other is heard first, and knows less.
             [[("event", each) for each in first] + [("error", lost)],
              [("error", error_data(SHORT))]],
@@ -95,7 +95,7 @@ class MadeUp:
             self.jobs.append(job)
 
             def say() -> None:
-                for name, value in self._said[number // 2][number % 2]:
+                for name, value in self._answers[number // 2][number % 2]:
                     send(theirs, name, value)
 
             worker.job, worker.recorder_file = job, job.folder / f"trail-{job.rank}"
@@ -137,7 +137,7 @@ def test_all_ranks_are_started_again_from_what_was_kept(
     assert kinds == [
         "planned", "ready", "kept", "frames", "video_done", "frames", "note", "frames", "frames",
         "video_done",
-    ], "nothing is told twice"  # fmt: skip
+    ], "no event comes twice"  # fmt: skip
     frames = frames_by_seed(events)
     assert frames[5].ravel().tolist() == [0, 1, 2, 3, 4]
     assert frames[7].ravel().tolist() == [0, 1, 2, 3]
@@ -151,9 +151,9 @@ def test_where_nobody_can_start_them_again_it_says_what_would_do(
     made = MadeUp(run.path, monkeypatch)
     asked = job(local=(1, 2), rank=1) if why == "under torchrun" else job()
     if why == "nothing is kept":
-        made._said[0][0] = made._said[0][0][:2]
+        made._answers[0][0] = made._answers[0][0][:2]
     else:
-        made._said[0][0] = made._said[0][1]
+        made._answers[0][0] = made._answers[0][1]
     with pytest.raises(
         DistributedOutOfMemoryError, match="on more devices or with --shard-weights"
     ) as caught:
@@ -245,13 +245,13 @@ def test_each_start_does_one_thing_more_in_the_order_of_plans() -> None:
 
 
 def test_on_processors_weights_wait_nowhere() -> None:
-    said = [says for _, says in all_ways(of_ranks(DeviceFacts("p", "cpu", None, 9, 9), "net"))]
-    assert [says.partition(": ")[2].split()[0] for says in said] == ["one", "sharded", "tiles"]
+    messages = [says for _, says in all_ways(of_ranks(DeviceFacts("p", "cpu", None, 9, 9), "net"))]
+    assert [says.partition(": ")[2].split()[0] for says in messages] == ["one", "sharded", "tiles"]
 
 
 def test_parts_of_a_pipeline_come_by_turns_first() -> None:
-    planned, said = next(all_ways(of_ranks(CARD, "net", "vae")))
-    assert "model offload" in said
+    planned, message = next(all_ways(of_ranks(CARD, "net", "vae")))
+    assert "model offload" in message
     assert all(part.model_offload for part in planned.components)
 
 
@@ -262,14 +262,14 @@ def test_where_nothing_is_left_it_is_refused() -> None:
 
 
 def test_the_record_holds_what_was_done_once() -> None:
-    _, told = replan_with_less_memory(of_ranks(CARD, "net"), MODEL, SHORT.out_of_memory)
-    assert told.text.endswith("all resume from the last saved step: Net: one by one")
-    assert applied_fallbacks([told.to_json()]) == (told,)
-    other = {"clip": 1, **replace(told, stage="decode").to_json()}
+    _, fallback = replan_with_less_memory(of_ranks(CARD, "net"), MODEL, SHORT.out_of_memory)
+    assert fallback.text.endswith("all resume from the last saved step: Net: one by one")
+    assert applied_fallbacks([fallback.to_json()]) == (fallback,)
+    other = {"clip": 1, **replace(fallback, stage="decode").to_json()}
     progress = RunState(repairs=[other])
     for _ in range(2):
-        add_fallbacks(progress, [told])
-    assert progress.repairs == [{"clip": None, **told.to_json()}, other]
+        add_fallbacks(progress, [fallback])
+    assert progress.repairs == [{"clip": None, **fallback.to_json()}, other]
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def test_a_stopped_job_leaves_the_others(workers: WarmWorkers, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_a_death_is_told_to_every_job(workers: WarmWorkers, tmp_path: Path) -> None:
+def test_a_death_is_reported_to_every_job(workers: WarmWorkers, tmp_path: Path) -> None:
     runs: list[Path] = []
 
     def note(event: Event) -> None:

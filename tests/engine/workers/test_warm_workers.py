@@ -159,7 +159,7 @@ def test_workers_end_when_they_are_idle_for_long() -> None:
 
 @pytest.mark.slow
 def test_closing_ends_a_job_of_another_thread(tmp_path: Path) -> None:
-    workers, said = WarmWorkers(), []
+    workers, messages = WarmWorkers(), []
     begun = threading.Event()
 
     def work() -> None:
@@ -168,14 +168,14 @@ def test_closing_ends_a_job_of_another_thread(tmp_path: Path) -> None:
                 if isinstance(event, Step):
                     begun.set()
         except EveryframeError as error:
-            said.append(str(error))
+            messages.append(str(error))
 
     thread = threading.Thread(target=work)
     thread.start()
     assert begun.wait(60)
     workers.close()
     thread.join(20)
-    assert "its workers were closed" in said[0]
-    assert "everyframe resume" in said[0]
+    assert "its workers were closed" in messages[0]
+    assert "everyframe resume" in messages[0]
     with pytest.raises(EveryframeError, match="closed"):
         workers.run(WorkerJob(REQUEST))

@@ -1,6 +1,6 @@
 """A rank that hangs is found and named, one that only computes for long is not.
 
-The clock and the processor's time of made-up workers are told by the test; their trails are real
+The clock and the processor's time of made-up workers are given by the test; their trails are real
 files.
 """
 
@@ -190,7 +190,7 @@ def test_a_rank_before_its_first_stage_is_waited_for(
     watch(made, clock)
 
 
-def test_ranks_that_wait_for_each_other_are_told(
+def test_ranks_that_wait_for_each_other_are_reported(
     tmp_path: Path, used: dict[int, float], clock: Clock
 ) -> None:
     made, trails = workers(tmp_path)

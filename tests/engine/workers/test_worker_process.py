@@ -17,11 +17,13 @@ from everyframe.core.errors import (
     MediaError,
     NumericsError,
 )
+from everyframe.core.facts import DeviceFacts
 from everyframe.core.request import Request
 from everyframe.core.safe_path import SAFE_PATH_VARIABLE
-from everyframe.engine.workers import launcher
+from everyframe.engine.workers import launcher, worker_process
 from everyframe.engine.workers.error_transfer import error_from, with_resume_hint
 from everyframe.engine.workers.launcher import run_in_workers
+from everyframe.engine.workers.warm_workers import WarmWorkers
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
 from everyframe.runs.checksummed_json import write_json
 from everyframe.runs.folder import SCHEMA, RunFolder
@@ -78,8 +80,8 @@ def test_a_worker_is_found_where_the_package_was_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["UnicodeDecodeError", "UnicodeEncodeError", "ExceptionGroup"])
 def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> None:
-    told = {"class": name, "text": "byte 0xff at 3", "trace": "Traceback"}
-    error = error_from(told, 0)
+    sent = {"class": name, "text": "byte 0xff at 3", "trace": "Traceback"}
+    error = error_from(sent, 0)
     assert "byte 0xff at 3" in str(error)
     assert isinstance(error, Exception)
 
@@ -103,6 +105,20 @@ def test_a_run_whose_plan_is_none_is_damaged(tmp_path: Path) -> None:
     write_json(tmp_path / "run.json", {"schema": SCHEMA, "plan": {"parallel": 1}})
     with pytest.raises(CorruptRunError, match="holds no plan"):
         launcher.ranks_of(RunFolder(tmp_path))
+
+
+@pytest.mark.parametrize("executor", ["new workers", "warm workers"])
+def test_more_ranks_than_memory_for_their_processes_are_refused_before_any_starts(
+    executor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """99 processes took all memory before one of them had planned."""
+    small = DeviceFacts("a laptop", "cpu", None, 8 * 10**9, 2 * 10**9)
+    monkeypatch.setattr(worker_process, "processor_facts", lambda: small)
+    monkeypatch.setattr(worker_process, "take_worker", lambda: pytest.fail("a worker started"))
+    run = run_in_workers if executor == "new workers" else WarmWorkers().run
+    request = Request(prompt="a", num_devices=99)
+    with pytest.raises(CannotRunError, match=r"a laptop has 2\.0 GB free; give fewer devices, 5"):
+        list(run(WorkerJob(request).of_ranks(request.num_ranks, None)))
 
 
 def test_a_message_that_a_worker_can_not_read_ends_it() -> None:

@@ -13,7 +13,7 @@ from everyframe.families.inpaint.denoiser import ControlNetInputs, ControlNetSca
 
 
 def net(x: Tensor, t: Tensor, **given: Any) -> tuple[list[Tensor], Tensor]:
-    """Adds what it was told: its control, its text and the strength that it is asked for."""
+    """Adds what it is given: its control, its text and the strength that it is asked for."""
     seen = given["controlnet_cond"].mean((1, 2, 3)) + given["encoder_hidden_states"].mean((1, 2))
     added = x * (seen * given["conditioning_scale"])[:, None, None, None]
     return [added], added + t[:, None, None, None]

@@ -162,10 +162,10 @@ def test_a_run_that_is_interrupted_goes_on_on_one_device(
 
 
 def _other_noise(group: Communicator | None) -> Any:
-    kept = noise.start_noise
+    original = noise.start_noise
     if group is not None and group.rank == 1:
-        noise.start_noise = lambda seed, shape: kept(seed + 1, shape)
-    return lambda: setattr(noise, "start_noise", kept)
+        noise.start_noise = lambda seed, shape: original(seed + 1, shape)
+    return lambda: setattr(noise, "start_noise", original)
 
 
 def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
@@ -175,26 +175,26 @@ def test_other_noise_on_one_rank_is_seen(ranks: Group, model: str) -> None:
 
 def _overflow(group: Communicator | None) -> Any:
     """What rank 1 computes in bfloat16 has an infinity in it."""
-    kept = torch.nn.SiLU.forward
+    original = torch.nn.SiLU.forward
 
     def forward(self: Any, x: Any) -> Any:
-        out = kept(self, x)
+        out = original(self, x)
         return out * torch.inf if out.dtype == torch.bfloat16 else out
 
     if group is not None and group.rank == 1:
         torch.nn.SiLU.forward = forward  # type: ignore[method-assign]
-    return lambda: setattr(torch.nn.SiLU, "forward", kept)
+    return lambda: setattr(torch.nn.SiLU, "forward", original)
 
 
 @pytest.mark.slow
-def test_what_one_rank_repairs_is_told_by_the_first(ranks: Group, model: str) -> None:
+def test_what_one_rank_repairs_is_reported_by_the_first(ranks: Group, model: str) -> None:
     options = {"dtype": "bf16", "force": True, "num_devices": 2}
-    found = ranks.run(2, told, model, options)
+    found = ranks.run(2, list_repairs, model, options)
     assert found[0], "the first rank repaired nothing itself"
     assert all(stage in ("denoise", "given frames", "decode") for stage, _ in found[0])
 
 
-def told(group: Communicator, model: str, options: dict[str, Any]) -> list[tuple[str, str]]:
+def list_repairs(group: Communicator, model: str, options: dict[str, Any]) -> list[tuple[str, str]]:
     from everyframe.core.events import Repaired
 
     undo = _overflow(group)
@@ -220,12 +220,12 @@ def test_a_plan_tells_each_ranks_part(model: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"parallel": "cfg=2"}, "computes its branches of guidance in its own way; sequence=2"),
         ({"shard_weights": True}, "whose weights each device has whole"),
     ],
 )
-def test_what_it_can_not_do_is_said(model: str, options: dict[str, Any], said: str) -> None:
-    with pytest.raises(InputError, match=said):
+def test_what_it_can_not_do_is_reported(model: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         everyframe.plan(request(model, num_devices=2, **options))

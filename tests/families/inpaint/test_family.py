@@ -1,4 +1,4 @@
-"""Which folders and names are inpainting models, and what is said of those that are not."""
+"""Which folders and names are inpainting models, and the errors for those that are not."""
 
 from __future__ import annotations
 
@@ -121,10 +121,10 @@ def test_a_missing_tensor_is_named(folder: Path, tmp_path: Path, part: str, file
 def test_pickled_weights_are_refused(folder: Path, tmp_path: Path, part: str) -> None:
     copy = shutil.copytree(folder, tmp_path / "pickled")
     pickle = pickle_weights(copy / part)
-    told = (
+    message = (
         rf"weights of its {part} are pickled \({pickle.name}\).*DiffusionPipeline.*save_pretrained"
     )
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         everyframe.plan(model=str(copy), **GIVEN)
 
 
@@ -157,8 +157,8 @@ def test_a_prompt_that_is_too_long(folder: Path) -> None:
     plan = everyframe.plan(model=str(folder), truncate_prompt=True, **given)
     video = everyframe.generate(model=str(folder), truncate_prompt=True, **given)
     assert isinstance(video, everyframe.Video)
-    for told in (plan.notes, video.record["notes"]):
-        assert [note for note in told if "its end is cut: '" in note], told
+    for notes in (plan.notes, video.record["notes"]):
+        assert [note for note in notes if "its end is cut: '" in note], notes
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Requests resolved against an inpainting model: what is said of sizes, and what is refused."""
+"""Requests resolved against an inpainting model: notes about sizes, and what is refused."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_an_animated_picture_is_no_single_one(folder: Path, tmp_path: Path) -> N
     assert planned(folder, source=file).settings.num_frames == 2
 
 
-def test_a_video_that_breaks_off_is_told_before_it_runs(folder: Path, tmp_path: Path) -> None:
+def test_a_video_that_breaks_off_is_reported_before_it_runs(folder: Path, tmp_path: Path) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (20, 64, 64, 3), np.uint8)
     whole = bytearray(write(tmp_path / "clip.mp4", [noise], 12).read_bytes())
     start = whole.find(b"mdat") + len(whole) // 2

@@ -170,7 +170,7 @@ def test_a_repository_without_what_a_part_needs(
         frames(copy, vae="some/thing")
 
 
-def test_offline_every_missing_part_is_told_with_its_command() -> None:
+def test_offline_every_missing_part_is_reported_with_its_command() -> None:
     files = find_files(locate("opensora-1.2"), OpenSoraOptions())
     assert files is not None
     with pytest.raises(InputError) as caught:
@@ -264,7 +264,7 @@ def test_parts_of_different_models(copy: Path) -> None:
     ("num_patches", "side"),
     [(256, 256), pytest.param(1024, 512, marks=pytest.mark.slow)],
 )
-def test_a_1_0_is_told_by_its_table_and_not_by_its_folder(
+def test_a_1_0_is_recognized_by_its_table_and_not_by_its_folder(
     tmp_path: Path, num_patches: int, side: int
 ) -> None:
     other = {256: 512, 512: 256}[side]

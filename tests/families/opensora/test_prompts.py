@@ -97,10 +97,10 @@ def test_affixes_stand_in_upstreams_order() -> None:
 @pytest.mark.parametrize(
     "own", ["aesthetic score: 4.", "motion score: 9.", "camera motion: static."]
 )
-def test_what_the_prompt_says_itself_is_not_said_again(own: str) -> None:
+def test_what_the_prompt_says_itself_is_not_repeated(own: str) -> None:
     prompt = f"a cat {own}"
-    said = own.partition(":")[0]
-    assert affixed(prompt, **ALL).count(said) == 1
+    label = own.partition(":")[0]
+    assert affixed(prompt, **ALL).count(label) == 1
     assert affixed(prompt, **ALL).count(":") == 3
 
 

@@ -49,7 +49,7 @@ def test_upstreams_defaults() -> None:
     assert (found.height, found.width, found.num_frames, found.fps) == (240, 424, 51, 24.0)
     assert (found.num_inference_steps, found.guidance_scale, found.seed) == (30, 7.0, 4)
     assert found.option("aesthetic") == 6.5
-    # The model is told the size that its weights were trained on, not the one that is decoded.
+    # The model is given the size that its weights were trained on, not the one that is decoded.
     assert found.nominal_size == found.conditioned_size == (240, 426)
     assert notes == ("426x240 becomes 424x240: the autoencoder works in steps of 8 pixels",)
     older = settings(V1_0)
@@ -64,7 +64,7 @@ def test_a_checkpoints_own_defaults_come_first_and_the_rest_is_upstreams() -> No
 
 
 def test_timesteps_are_moved_by_the_size_and_by_the_checkpoints_own_shift() -> None:
-    """To the size that the model is told, and only where a checkpoint asks for that or is one of
+    """To the size that the model is given, and only where a checkpoint asks for that or is one of
     upstream's; a shift of its own is on top."""
     upstream = rectified_flow.schedule(30, resolution=(240, 426), num_frames=51)
     assert torch.equal(timesteps_of(settings(), V1_2), upstream)
@@ -175,7 +175,7 @@ def test_seconds_of_1_0_are_exact() -> None:
     assert settings(V1_0, seconds=2.5).num_frames == 20
 
 
-def test_untrained_lengths_are_told() -> None:
+def test_untrained_lengths_are_reported() -> None:
     assert any("not on 34" in note for note in resolved(num_frames=34)[1])
     assert not any("trained on" in note for note in resolved(num_frames=68)[1])
 

@@ -240,7 +240,7 @@ def test_a_finished_video_keeps_no_frames(model_1_2: Path, monkeypatch: pytest.M
     assert held == [[True, True], [False, False]]
 
 
-def test_a_prompt_that_is_too_long_is_told_before_anything_is_loaded(
+def test_a_prompt_that_is_too_long_is_reported_before_anything_is_loaded(
     model_1_2: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def never(*args: Any, **kwargs: Any) -> None:

@@ -103,8 +103,8 @@ def test_a_whole_file_is_read_as_transformers_reads_it(prompt: str) -> None:
         ids = ours(prompt, add_special_tokens=special)["input_ids"]
         assert ids == theirs(prompt, add_special_tokens=special)["input_ids"]
         for skip in (True, False):
-            said = theirs.decode(ids, skip_special_tokens=skip)
-            assert ours.decode(ids, skip_special_tokens=skip) == said
+            expected = theirs.decode(ids, skip_special_tokens=skip)
+            assert ours.decode(ids, skip_special_tokens=skip) == expected
 
 
 @pytest.mark.parametrize(

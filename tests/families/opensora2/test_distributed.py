@@ -27,7 +27,7 @@ from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import SaveOptions
 from everyframe.runtime.interface import VideoState
 from helpers.events import frames_by_seed
-from helpers.interrupted_ranks import begun, copied, gone_on, told, videos
+from helpers.interrupted_ranks import begun, copied, resume_there, summarize, videos
 from helpers.pictures import smooth_picture
 from helpers.rank_pool import Group, group_of, runs_slow
 
@@ -133,7 +133,7 @@ def test_a_broken_run_goes_on_with_the_same_bits(
     whole = videos(ranks.run(3, begun, tmp_path / "whole", asked, 0))
     ranks.run(3, begun, tmp_path / "broken", asked, max(steps - 12, 1))
     (run,) = all_runs(tmp_path / "broken")
-    again = ranks.run(3, gone_on, copied(run.path, tmp_path), None)
+    again = ranks.run(3, resume_there, copied(run.path, tmp_path), None)
     np.testing.assert_array_equal(videos(again)[5], whole[5])
     one = resume_run(RunFolder(run.path), ranks={"num_devices": 1}, cleans=False)
-    assert np.abs(told(list(one), speaks=True)["frames"][5] - whole[5]).max() < CLOSE
+    assert np.abs(summarize(list(one), speaks=True)["frames"][5] - whole[5]).max() < CLOSE

@@ -124,24 +124,24 @@ def test_parts_of_other_models_are_named(tiny_models: Models) -> None:
     """The parts of 1.0, 1.2 and 2.0 mixed up."""
     new, deep = tiny_models("opensora2"), tiny_models("opensora2-dcae")
     old, oldest = tiny_models("opensora-1.2"), tiny_models("opensora-1.0")
-    told = mixed(tiny_models, vae=str(old / "vae" / "model.safetensors"))(str(new))
-    assert "it is Open-Sora 1.2's autoencoder" in told
+    message = mixed(tiny_models, vae=str(old / "vae" / "model.safetensors"))(str(new))
+    assert "it is Open-Sora 1.2's autoencoder" in message
     image = oldest / "vae" / "diffusion_pytorch_model.safetensors"
     assert "single pictures, as Open-Sora 1.0 has it" in mixed(tiny_models, vae=str(image))(
         str(new)
     )
-    told = mixed(tiny_models, vae=str(old / "model.safetensors"))(str(new))
-    assert "it is Open-Sora 1.2's denoiser" in told
-    told = mixed(tiny_models, vae=str(deep / DEEP_VAE))(str(new))
-    assert "the autoencoder has 4 latent channels, but the denoiser takes 2" in told
-    told = mixed(tiny_models, text_encoder=str(new / CLIP))(str(new))
-    assert "text encoder" in told
+    message = mixed(tiny_models, vae=str(old / "model.safetensors"))(str(new))
+    assert "it is Open-Sora 1.2's denoiser" in message
+    message = mixed(tiny_models, vae=str(deep / DEEP_VAE))(str(new))
+    assert "the autoencoder has 4 latent channels, but the denoiser takes 2" in message
+    message = mixed(tiny_models, text_encoder=str(new / CLIP))(str(new))
+    assert "text encoder" in message
     # 2.0's autoencoder for the older versions.
     for folder in (old, oldest / "OpenSora-v1-HQ-16x256x256.pth"):
-        told = mixed(tiny_models, vae=str(new / HUNYUAN_VAE))(str(folder))
-        assert "HunyuanVideo's autoencoder" in told
-    told = mixed(tiny_models)(str(new / FLUX))
-    assert "this is FLUX.1, which draws pictures" in told
+        message = mixed(tiny_models, vae=str(new / HUNYUAN_VAE))(str(folder))
+        assert "HunyuanVideo's autoencoder" in message
+    message = mixed(tiny_models)(str(new / FLUX))
+    assert "this is FLUX.1, which draws pictures" in message
 
 
 def test_several_denoisers_are_refused(copy: Path) -> None:
@@ -202,7 +202,7 @@ def test_a_denoiser_without_its_first_layer_is_named(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("variant", "name"), [("opensora2", DENOISER), ("opensora2-dcae", DEEP_DENOISER)]
 )
-def test_the_patch_of_a_denoiser_without_condition_is_told_by_its_autoencoder(
+def test_the_patch_of_a_denoiser_without_condition_follows_from_its_autoencoder(
     tiny_models: Models, tmp_path: Path, variant: str, name: str
 ) -> None:
     folder = Path(shutil.copytree(tiny_models(variant), tmp_path / "plain"))
@@ -224,7 +224,7 @@ def test_options_of_other_parts_are_refused(tiny_models: Models, tmp_path: Path)
             found(folder, **options)
 
 
-def test_tokens_beyond_each_encoder_are_said(tiny_models: Models) -> None:
+def test_tokens_beyond_each_encoder_are_reported(tiny_models: Models) -> None:
     folder = tiny_models("opensora2")
     words = "red circle " * 20
     plan = everyframe.plan(**{**ASKED, "prompt": words, "model": str(folder)})

@@ -81,7 +81,7 @@ def test_the_denoiser_equals_the_flux_transformer(name: str, frames: int) -> Non
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_sizes_are_told_by_shapes(name: str) -> None:
+def test_sizes_follow_from_shapes(name: str) -> None:
     config = CONFIGS[name]
     shapes = {key: tuple(each.shape) for key, each in MMDiT(config).state_dict().items()}
     # A superscript is a digit to Python and no number of a block.

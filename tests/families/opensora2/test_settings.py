@@ -157,7 +157,7 @@ def test_what_cannot_be_is_refused(
         resolved(config, **given)
 
 
-def test_a_clip_is_said_to_be_untrained() -> None:
+def test_a_clip_is_noted_as_untrained() -> None:
     settings, notes = resolved(extend=CLIP)
     assert settings.option("given_clip") == 33
     assert "published training of Open-Sora 2.0 left out" in notes[0]

@@ -260,7 +260,7 @@ def test_sequential_branches_give_the_same_video(folder: Path) -> None:
     assert np.abs(whole - split).max() < CLOSE
 
 
-def test_the_step_is_told_by_the_time() -> None:
+def test_the_step_follows_from_the_time() -> None:
     """A run that goes on has another denoiser, which knows no number of a step."""
     times = torch.linspace(1, 0, 6, dtype=torch.float64)
     denoiser = Denoiser.__new__(Denoiser)

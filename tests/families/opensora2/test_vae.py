@@ -186,7 +186,7 @@ def test_tiles_of_the_released_sizes() -> None:
     ("config", "parameters", "tensors"),
     [(HunyuanVAEConfig(), 246_478_803, 248), (DCAEConfig(), 459_462_147, 339)],
 )
-def test_sizes_are_told_by_shapes(config: Any, parameters: int, tensors: int) -> None:
+def test_sizes_follow_from_shapes(config: Any, parameters: int, tensors: int) -> None:
     with torch.device("meta"):
         state = vaes.build(config).state_dict()
     assert (sum(each.numel() for each in state.values()), len(state)) == (parameters, tensors)

@@ -71,10 +71,12 @@ def staged(
         events += list(stage.run([video]))
         if stage.name == "denoise":
             latents.append(video.latents.clone())
-    return told(events, latents[0], group)
+    return summarize(events, latents[0], group)
 
 
-def told(events: Sequence[Event], latents: torch.Tensor, group: Communicator) -> dict[str, Any]:
+def summarize(
+    events: Sequence[Event], latents: torch.Tensor, group: Communicator
+) -> dict[str, Any]:
     frames = [each.frames for each in events if isinstance(each, FramesDecoded)]
     return {
         "latents": latents,
@@ -168,7 +170,7 @@ def run(group: Communicator, model: str, options: dict[str, Any]) -> dict[str, A
         events = list(stream(request, keep=SaveOptions(None), num_threads=1, join=join))
     finally:
         stages.DenoiseStage.run = denoise  # type: ignore[method-assign]
-    return told(events, latents[0], group)
+    return summarize(events, latents[0], group)
 
 
 @pytest.mark.slow

@@ -92,14 +92,14 @@ def test_biases_by_name(kind: Bias, far: float) -> None:
     assert all(not torch.allclose(tiny(kind)(ids), other, atol=1e-3) for other in others)
 
 
-def test_sizes_must_be_told_and_fit() -> None:
-    told = {
+def test_sizes_must_be_given_and_fit() -> None:
+    sizes = {
         "hidden_size": 24, "num_attention_heads": 6, "num_attention_groups": 2, "num_layers": 2,
         "ffn_hidden_size": 20, "padded_vocab_size": 40, "layernorm_epsilon": 1e-5,
         "some_switch_of_training": True,
     }  # fmt: skip
-    assert StepLLMConfig.from_json(told) == TINY
+    assert StepLLMConfig.from_json(sizes) == TINY
     with pytest.raises(CheckpointError, match="lacks 'num_layers'"):
-        StepLLMConfig.from_json({k: v for k, v in told.items() if k != "num_layers"})
+        StepLLMConfig.from_json({k: v for k, v in sizes.items() if k != "num_layers"})
     with pytest.raises(CheckpointError, match="num_attention_groups must divide"):
-        StepLLMConfig.from_json({**told, "num_attention_groups": 4})
+        StepLLMConfig.from_json({**sizes, "num_attention_groups": 4})

@@ -242,7 +242,7 @@ def test_a_wrong_config_is_reported(change: dict[str, object], says: str) -> Non
         ((2, 4, 1, 2, 2), (2,), "as many timesteps and texts"),
     ],
 )
-def test_wrong_shapes_are_told(x: tuple[int, ...], t: tuple[int, ...], says: str) -> None:
+def test_wrong_shapes_are_reported(x: tuple[int, ...], t: tuple[int, ...], says: str) -> None:
     model = tiny()
     llm, clip = texts(1)
     context = model.context(llm, clip, prefix([12], 12))

@@ -89,9 +89,9 @@ def test_it_stands_in_plan_and_record_and_comes_out_of_it_again(
 ) -> None:
     words = ["--model", str(folder), "--size", "32x16", "--num-frames", "1", "--steps", "2"]
     assert main(["plan", PROMPT, *words, "--quantize", "int8"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "kB int8" in said
-    assert "stored in int8 (lossy" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "kB int8" in printed
+    assert "stored in int8 (lossy" in printed
     out = tmp_path / "first.png"
     assert main(["generate", PROMPT, *words, "--quantize", "int8", "-o", str(out)]) == 0
     record = json.loads(out.with_suffix(".json").read_text(encoding="utf-8"))
@@ -100,6 +100,6 @@ def test_it_stands_in_plan_and_record_and_comes_out_of_it_again(
     del record["request"]["quantize"]
     out.with_suffix(".json").write_text(json.dumps(record), encoding="utf-8")
     again = tmp_path / "again.png"
-    told = ["--from", str(out.with_suffix(".json")), "--model", str(folder), "-o", str(again)]
-    assert main(["generate", *told]) == 0
+    arguments = ["--from", str(out.with_suffix(".json")), "--model", str(folder), "-o", str(again)]
+    assert main(["generate", *arguments]) == 0
     assert np.array_equal(*(np.asarray(Image.open(each)) for each in (again, out)))

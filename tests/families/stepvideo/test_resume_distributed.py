@@ -15,7 +15,7 @@ from everyframe.engine.resumption.resume import load_run, resume_run
 from everyframe.engine.run import stream
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.runs.run_state import EVERY_STEP, SaveOptions
-from helpers.interrupted_ranks import begun, check_close, copied, gone_on, told, videos
+from helpers.interrupted_ranks import begun, check_close, copied, resume_there, summarize, videos
 from helpers.rank_pool import Group, group_of
 
 #: Three pieces to decode; 14 tokens of each branch, and three heads.
@@ -57,7 +57,7 @@ def test_on_as_many_ranks_it_has_the_same_bits(
     ranks: Group, kept: tuple[Path, dict[int, Any]], tmp_path: Path
 ) -> None:
     path, whole = kept
-    found = ranks.run(3, gone_on, copied(path, tmp_path), None)
+    found = ranks.run(3, resume_there, copied(path, tmp_path), None)
     np.testing.assert_array_equal(videos(found)[5], whole[5])
     assert [each["steps"] for each in found] == [[(5, 3)]] * 3, (
         "nothing that was done is done again"
@@ -72,7 +72,7 @@ def test_on_other_ranks_only_rounding_differs(
 ) -> None:
     path, whole = kept
     place = copied(path, tmp_path)
-    found = ranks.run(size, gone_on, place, {"num_devices": size, "parallel": parallel})
+    found = ranks.run(size, resume_there, place, {"num_devices": size, "parallel": parallel})
     check_close(videos(found), whole)
     assert [each["steps"] for each in found] == [[(5, 3)]] * size
     division = load_run(RunFolder(place)).plan.parallel
@@ -84,7 +84,7 @@ def test_on_other_ranks_only_rounding_differs(
 def test_on_one_device(kept: tuple[Path, dict[int, Any]], tmp_path: Path) -> None:
     path, whole = kept
     events = resume_run(RunFolder(copied(path, tmp_path)), ranks={"num_devices": 1}, cleans=False)
-    check_close(told(list(events), speaks=True)["frames"], whole)
+    check_close(summarize(list(events), speaks=True)["frames"], whole)
 
 
 @pytest.mark.parametrize("stage", ["text", "clip text", "denoise"])
@@ -102,5 +102,5 @@ def test_begun_on_one_device_and_interrupted_in_any_stage(
             break
     events.close()
     (run,) = all_runs(tmp_path)
-    found = ranks.run(3, gone_on, run.path, {"num_devices": 3})
+    found = ranks.run(3, resume_there, run.path, {"num_devices": 3})
     check_close(videos(found), kept[1])

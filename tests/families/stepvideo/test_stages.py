@@ -88,8 +88,8 @@ def test_what_an_encoder_does_not_read_is_reported(folder: Path) -> None:
     request = Request(prompt=long, model=str(folder), pos_magic="超高清", negative_prompt="blue",
                       **{**SHORT, "num_inference_steps": 1})  # fmt: skip
     events = list(everyframe.stream(request))
-    told = [event.text for event in events if isinstance(event, Note)]
-    (cut,) = [note for note in told if "of the prompt's 89 tokens CLIP reads 77, and not" in note]
+    noted = [event.text for event in events if isinstance(event, Note)]
+    (cut,) = [note for note in noted if "of the prompt's 89 tokens CLIP reads 77, and not" in note]
     done = events[-1]
     assert isinstance(done, VideoDone)
     assert done.record["notes"] == [cut]
@@ -100,11 +100,11 @@ def test_a_prompt_beyond_step_llm_is_refused_or_cut_as_asked(folder: Path) -> No
     with pytest.raises(InputError, match=r"Step-LLM reads 320; shorten it.*--truncate-prompt") as e:
         run(folder, long)
     assert len(str(e.value)) < 500
-    told = notes(folder, long, truncate_prompt=True)
+    noted = notes(folder, long, truncate_prompt=True)
     with pytest.raises(InputError, match="Step-LLM reads 320"):
         everyframe.plan(long, model=str(folder), **SHORT)
     planned = everyframe.plan(long, model=str(folder), truncate_prompt=True, **SHORT).notes
-    for found in (told, planned):
+    for found in (noted, planned):
         assert sum("too long for Step-LLM; its end is cut" in note for note in found) == 1
     with pytest.raises(InputError, match="the negative prompt has"):
         run(folder, negative_prompt=long)

@@ -60,9 +60,9 @@ def test_a_plan_takes_tiles_where_a_piece_does_not_fit(model: str) -> None:
     assert less.settings.saving("decode_tile", 0) == 2
     assert less.peak_bytes < need
     assert less.infeasible is None
-    (said,) = [note for note in less.notes if "tiles" in note]
-    assert "frames are decoded in 4 tiles" in said
-    assert "(lossy)" in said
+    (note,) = [note for note in less.notes if "tiles" in note]
+    assert "frames are decoded in 4 tiles" in note
+    assert "(lossy)" in note
     # Four tiles of two by two cover three rows of four columns: a third more is computed.
     assert less.stages[-1].operations > 1.2 * whole.plan.stages[-1].operations
 

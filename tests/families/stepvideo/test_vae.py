@@ -44,7 +44,7 @@ def test_sizes_are_read_off_the_tensors(config: StepVAEConfig) -> None:
     assert StepVAEConfig.from_shapes(shapes(build_on_meta(lambda: StepVAE(config)))) == config
 
 
-def test_other_autoencoders_are_told() -> None:
+def test_other_autoencoders_are_reported() -> None:
     with pytest.raises(CheckpointError, match="no autoencoder of Step-Video; wanted is version 2"):
         StepVAEConfig.from_shapes({"encoder.conv_in.weight": (128, 3, 3, 3)})
     with pytest.raises(CheckpointError, match="first autoencoder"):

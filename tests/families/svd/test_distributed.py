@@ -75,7 +75,7 @@ def run(
         "frames": frames_by_seed(events),
         "latents": latents,
         "stages": [each.stage for each in events if isinstance(each, StageStarted)],
-        # Of the part that all ranks share; a chunk's decoding is told by the first alone.
+        # Of the part that all ranks share; the first alone reports a chunk's decoding.
         "repairs": [
             each.module for each in events if isinstance(each, Repaired) and each.stage == "denoise"
         ],
@@ -149,14 +149,14 @@ def test_two_videos_are_dealt_out_whole_and_have_the_same_bits(ranks: Group, mod
 
 def _overflow() -> Any:
     """The first convolution over time has an infinity, wherever it is computed in bfloat16."""
-    kept = torch.nn.Conv3d.forward
+    original = torch.nn.Conv3d.forward
 
     def forward(self: Any, x: Any) -> Any:
-        out = kept(self, x)
+        out = original(self, x)
         return out * torch.inf if out.dtype == torch.bfloat16 else out
 
     torch.nn.Conv3d.forward = forward  # type: ignore[method-assign]
-    return lambda: setattr(torch.nn.Conv3d, "forward", kept)
+    return lambda: setattr(torch.nn.Conv3d, "forward", original)
 
 
 @pytest.mark.slow
@@ -176,5 +176,5 @@ def test_a_plan_tells_each_ranks_part_and_bytes(model: str) -> None:
     assert [part.attention_share for part in parts] == [0.1] * 10 + [0.0] * 2
     assert [part.token_share for part in parts] == [0.1] * 6 + [2 / 30] * 6
     assert all(part.sent_bytes > 1000 for part in parts)
-    said = "ranks 10, 11: there are fewer frames than devices: it waits during work in space"
-    assert said in plan.notes
+    note = "ranks 10, 11: there are fewer frames than devices: it waits during work in space"
+    assert note in plan.notes

@@ -1,4 +1,4 @@
-"""Which folders and names are a Stable Video Diffusion, and what is said of those that are not."""
+"""Which folders and names are a Stable Video Diffusion, and the errors for those that are not."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ def test_an_autoencoder_that_overflows_half_precision_decodes_in_float32(
     assert "vae: float32 although fp16 was asked" in " ".join(plan.notes)
 
 
-def test_bfloat16_is_done_where_it_is_asked_for_and_its_price_told(folder: Path) -> None:
+def test_bfloat16_is_done_where_it_is_asked_for_and_its_price_reported(folder: Path) -> None:
     plan = everyframe.plan(
         model=str(folder), image=PICTURE, dtype="bf16", size="32x32", num_frames=2
     )

@@ -100,17 +100,17 @@ def test_one_file_in_a_folder_of_its_own(file: Path) -> None:
         ("svd_image_decoder", 14), ("svd_xt_image_decoder", 25), ("next", 14),
     ],
 )  # fmt: skip
-def test_the_number_of_frames_is_told_by_the_name(name: str, num_frames: int) -> None:
+def test_the_number_of_frames_follows_from_the_name(name: str, num_frames: int) -> None:
     assert frames_by_name(name) == num_frames
 
 
-def test_what_is_assumed_is_said_and_recorded(file: Path) -> None:
+def test_what_is_assumed_is_reported_and_recorded(file: Path) -> None:
     plan = everyframe.plan(model=str(file), image=PICTURE)
     assert plan.settings.num_frames == 25
     assert "does not tell whether it was trained on 14 or 25 frames" in " ".join(plan.notes)
     assert plan.title.endswith("taken for the model of 25 frames")
-    told = everyframe.plan(model=str(file), image=PICTURE, num_frames=14)
-    assert "does not tell" not in " ".join(told.notes)
+    planned = everyframe.plan(model=str(file), image=PICTURE, num_frames=14)
+    assert "does not tell" not in " ".join(planned.notes)
 
 
 NORM = "model__diffusion_model__input_blocks__1__0__in_layers__0__bias"
@@ -136,7 +136,7 @@ def test_other_tensors_are_named(
         frames(broken)
 
 
-def test_a_truncated_file_is_told_as_such(file: Path, tmp_path: Path) -> None:
+def test_a_truncated_file_is_reported_as_such(file: Path, tmp_path: Path) -> None:
     short = tmp_path / "svd.safetensors"
     short.write_bytes(file.read_bytes()[:-100])
     with pytest.raises(CheckpointError, match="truncated"):
@@ -157,8 +157,8 @@ def test_a_pickle_of_it_is_refused_with_how_it_is_converted(file: Path, tmp_path
         exec(script, {"__name__": "__main__"})
 
     done = forked(program, tmp_path, os.environ, stderr=subprocess.PIPE)
-    _, said = done.communicate(timeout=300)
-    assert done.returncode == 0, said
+    _, printed = done.communicate(timeout=300)
+    assert done.returncode == 0, printed
     made = load_file(target)
     assert made.keys() == state.keys()
     assert all(torch.equal(made[name], tensor) for name, tensor in state.items())

@@ -169,8 +169,8 @@ def test_attention_of_the_request_is_tried_with_keys_as_large_as_they_come(
 def convolving(dtype: str) -> CertificationTarget:
     """A component that computes a 3D convolution in that dtype."""
     shapes = ((2, 8, 5, 40, 40), (16, 8, 3, 3, 3))
-    told = ((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
-    products = ((OpShape("convolution", dtype, shapes, told), 1e9),)
+    options = ((1, 1, 1), (1, 1, 1), (1, 1, 1), False, (0, 0, 0), 1)
+    products = ((OpShape("convolution", dtype, shapes, options), 1e9),)
     return CertificationTarget(
         "vae", CPU, 1, Precision(dtype, dtype), "plan", "device", products=products
     )
@@ -185,8 +185,8 @@ def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatc
     assert outcome.worst == "convolution of 2x8x5x40x40 by 16x8x3x3x3 in bfloat16"
     right = trials._convolve
 
-    def wrong(told: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
-        out = right(told, x, weight)
+    def wrong(options: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
+        out = right(options, x, weight)
         if x.dtype == torch.bfloat16:
             out[:, :, -1] = 0  # the end of a large output, as with cuDNN 9.8
         return out
@@ -238,8 +238,8 @@ def test_a_strided_convolution_is_never_winograds() -> None:
     ones, x = (1, 1), torch.ones(1, 64, 24, 24)
     shapes = ((1, 64, 24, 24), (64, 64, 3, 3))
     for strides, is_transposed in (((2, 2), False), (ones, True)):
-        told = (strides, ones, ones, is_transposed, (0, 0), 1)
-        product = OpShape("convolution", "float32", shapes, told)
+        options = (strides, ones, ones, is_transposed, (0, 0), 1)
+        product = OpShape("convolution", "float32", shapes, options)
         assert trials._by_winograd(product, x, torch.ones(64, 64, 3, 3)) is None
 
 

@@ -120,7 +120,7 @@ def test_the_cache_is_ours_unless_one_is_named(
     assert os.environ[compiler_cache.CACHE_VARIABLE] == str(tmp_path / "named")
 
 
-def test_where_nothing_can_be_written_it_is_as_without_and_said(
+def test_where_nothing_can_be_written_it_is_as_without_and_reported(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()

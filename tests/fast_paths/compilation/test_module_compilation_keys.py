@@ -164,12 +164,12 @@ def test_a_wrong_graph_is_left_for_the_block_as_it_is_written(number: int, by: f
     video = VideoState(3)
     guard.start_video(video)
     assert guard.call(1, lambda: model(x, 0.5)).equal(want)
-    (told,) = guard.events()
-    assert isinstance(told, Repaired)
-    assert (told.module, told.target, told.cause) == (wrong, wrong, "compiled")
-    assert (told.to, told.seed) == (PLAIN, 3)
-    assert f"a compiled graph in m.{wrong} made values that" in told.text
-    assert "uncompiled it is" in told.text
+    (event,) = guard.events()
+    assert isinstance(event, Repaired)
+    assert (event.module, event.target, event.cause) == (wrong, wrong, "compiled")
+    assert (event.to, event.seed) == (PLAIN, 3)
+    assert f"a compiled graph in m.{wrong} made values that" in event.text
+    assert "uncompiled it is" in event.text
     # The other one stays, and what is remembered is that of this video.
     assert [is_compiled(block) for block in model.blocks] == [number == 1, number == 0]
     assert video.repairs == (Repair("m", wrong, PLAIN, "float32"),)

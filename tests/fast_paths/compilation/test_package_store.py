@@ -311,7 +311,7 @@ def test_there_is_nothing_to_save(compiler: PlantedCompiler, tmp_path: Path) -> 
 def test_what_torch_compile_computes_is_not_saved(
     compiler: PlantedCompiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Why there is no package was said of the first of its kind alone."""
+    """The reason why there is no package was given for the first of its kind alone."""
     compiler.says = "planted"
     monkeypatch.setattr(module_compilation, "_graphs", lambda call, backend: call)
     called(everyframe.compile(made()))
@@ -330,9 +330,9 @@ def test_conditions_are_arithmetic_and_nothing_else() -> None:
     assert not sizes.take([(3, 6), (3,)])
     assert not sizes.take([(2, 6, 1), (3,)])
     assert not sizes.take([(2, 6)])
-    for said in ("__import__('os')", "open(1)", "s.clear()", "[].append(1)", "lambda: 1"):
+    for expression in ("__import__('os')", "open(1)", "s.clear()", "[].append(1)", "lambda: 1"):
         with pytest.raises(NotCompilableError, match="more than arithmetic"):
-            CallSizes(((1,),), (said,)).take([(1,)])
+            CallSizes(((1,),), (expression,)).take([(1,)])
 
 
 #: Compiles a model in one process, and calls it in another.

@@ -108,7 +108,7 @@ def test_blocks_compute_the_same_in_c(name: str, others: tuple[str, ...], calls:
     swap_modules(model, (*others, *PATHS))
     assert relative_error(answer(model, given), truth) < 5e-6
     assert calls.count("gated_sum") == 2 * 2
-    # Blocks of what VACE is told by are classes of their own, with the same attention.
+    # Blocks of VACE's conditions are classes of their own, with the same attention.
     assert calls.count("rotate") == 2 * (3 if name == "VACE" else 2)
     assert ("attention" in calls) == bool(others)
 

@@ -124,7 +124,7 @@ and llama.cpp's). Any other component is read by the names of its module. Kinds 
 What is refused, in one line that names the tensor: one that is for no parameter, a parameter that
 no tensor is for, another shape, two tensors for one parameter, a scale without its weight or of
 another shape, scales that are not finite, formats of other bits (`nvfp4`, `mxfp8`, `convrot`),
-GGUF kinds that the package can't read, and truncated files. What is left out is said in the plan:
+GGUF kinds that the package can't read, and truncated files. What is left out is in the plan:
 a tokenizer in the file, tables that the model computes, other components of a whole checkpoint.
 """
 

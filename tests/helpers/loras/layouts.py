@@ -86,9 +86,9 @@ _DEFAULT = {"down": ".lora_A.default.weight", "up": ".lora_B.default.weight"}
 def _with_metadata() -> Made:
     factors = _factors(alpha=6.0)
     tensors = {k: v for k, v in as_lora(factors, "transformer.").items() if "alpha" not in k}
-    told = {"transformer.r": 3, "transformer.lora_alpha": 6.0}
-    told["transformer.target_modules"] = ["to_q", "to_k", "to_v", "to_out.0", "proj", "net.2"]
-    metadata = {"lora_adapter_metadata": json.dumps(told), "format": "pt"}
+    config = {"transformer.r": 3, "transformer.lora_alpha": 6.0}
+    config["transformer.target_modules"] = ["to_q", "to_k", "to_v", "to_out.0", "proj", "net.2"]
+    metadata = {"lora_adapter_metadata": json.dumps(config), "format": "pt"}
     return Made(tensors, hand_merged(lora_files.state_of(MODEL), factors), metadata)
 
 

@@ -32,7 +32,7 @@ if os.environ.get("PLANTED") and is_worker:
     is_dead = False
 
     def is_meant() -> bool:
-        """Whether this is the rank; it is told once ranks have met."""
+        """Whether this is the rank; known once ranks have met."""
         return wanted is None or (dist.is_initialized() and dist.get_rank() == int(wanted))
 
     def die(module: Any, given: Any, answer: Any) -> None:
@@ -54,8 +54,10 @@ if os.environ.get("PLANTED") and is_worker:
                     is_dead = True
                     raise torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered")
                 if name == "watchdog":
-                    said = "Process group watchdog: CUDA error: an illegal memory access was seen"
-                    print("terminate called\n  what(): ", said, file=sys.stderr, flush=True)
+                    message = (
+                        "Process group watchdog: CUDA error: an illegal memory access was seen"
+                    )
+                    print("terminate called\n  what(): ", message, file=sys.stderr, flush=True)
                     os.kill(os.getpid(), signal.SIGABRT)
                 os.kill(os.getpid(), getattr(signal, name))
 

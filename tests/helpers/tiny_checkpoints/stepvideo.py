@@ -118,7 +118,7 @@ def step_llm(folder: Path, *, seed: int = 1) -> None:
     (folder / "step1_chat_tokenizer.model").write_bytes(sentencepiece())
 
 
-def sentencepiece(pieces: int = 460, **told: Any) -> bytes:
+def sentencepiece(pieces: int = 460, **fields: Any) -> bytes:
     """A vocabulary of single characters and bytes, with the marks where Step-LLM's are."""
     from sentencepiece import SentencePieceTrainer
 
@@ -126,7 +126,7 @@ def sentencepiece(pieces: int = 460, **told: Any) -> bytes:
     SentencePieceTrainer.train(
         sentence_iterator=iter(SENTENCES), model_writer=written, vocab_size=pieces,
         model_type="bpe", byte_fallback=True, hard_vocab_limit=False, minloglevel=2,
-        character_coverage=1.0, **{"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, **told},
+        character_coverage=1.0, **{"unk_id": 0, "bos_id": 1, "eos_id": 2, "pad_id": -1, **fields},
     )  # fmt: skip
     return written.getvalue()
 

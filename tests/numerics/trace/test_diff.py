@@ -96,7 +96,7 @@ class Between(nn.Module):
         return self.two((x * 1e-6).half().float() * 1e6 if self.is_wrong else x)
 
 
-def test_code_between_modules_is_told_from_the_modules() -> None:
+def test_code_between_modules_is_distinguished_from_the_modules() -> None:
     torch.manual_seed(0)
     module = Between(is_wrong=False)
     wrong = copy.deepcopy(module)
@@ -117,7 +117,7 @@ def test_code_between_modules_is_told_from_the_modules() -> None:
     assert "its own code, between its modules" in place.message
 
 
-def test_other_weights_are_told(right: Trace) -> None:
+def test_other_weights_are_reported(right: Trace) -> None:
     net = traced_modules.net()
     with torch.no_grad():
         net.blocks[1].mlp[1].weight[3, 5] += 0.5

@@ -44,7 +44,7 @@ def test_it_is_small(trace: Trace, tmp_path: Path) -> None:
     assert (tmp_path / "a.trace").stat().st_size < 100 * len(trace.seen)
 
 
-def test_a_cut_off_file_is_told_at_every_length(trace: Trace, tmp_path: Path) -> None:
+def test_a_cut_off_file_is_reported_at_every_length(trace: Trace, tmp_path: Path) -> None:
     file.write(trace, tmp_path / "a.trace")
     whole = (tmp_path / "a.trace").read_bytes()
     for length in (0, 1, 30, len(whole) // 2, len(whole) - 1):
@@ -53,7 +53,7 @@ def test_a_cut_off_file_is_told_at_every_length(trace: Trace, tmp_path: Path) ->
             file.read(tmp_path / "b.trace")
 
 
-def test_flipped_bits_are_told(trace: Trace, tmp_path: Path) -> None:
+def test_flipped_bits_are_reported(trace: Trace, tmp_path: Path) -> None:
     file.write(trace, tmp_path / "a.trace")
     whole = bytearray((tmp_path / "a.trace").read_bytes())
     for place in range(100, len(whole) // 2, len(whole) // 30):
@@ -108,10 +108,10 @@ BROKEN = {
 
 @pytest.mark.parametrize("what", BROKEN)
 def test_what_does_not_fit_together_is_one_line(what: str, trace: Trace, tmp_path: Path) -> None:
-    name, change, told = BROKEN[what]
+    name, change, message = BROKEN[what]
     file.write(trace, tmp_path / "a.trace")
     broken = rewritten(tmp_path / "a.trace", tmp_path / "b.trace", name, change)
-    with pytest.raises(InputError, match=told) as raised:
+    with pytest.raises(InputError, match=message) as raised:
         file.read(broken)
     assert "\n" not in str(raised.value)
 
@@ -142,12 +142,12 @@ def test_whole_tensors_lie_in_it_as_they_are(trace: Trace, tmp_path: Path) -> No
 
 def test_places_that_can_not_be_written(trace: Trace, tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("somebody's")
-    for path, told in (
+    for path, message in (
         (tmp_path, "is a folder"),
         (tmp_path / "no" / "a.trace", "no folder"),
         (tmp_path / "mine.txt", "is no trace"),
     ):
-        with pytest.raises(InputError, match=told):
+        with pytest.raises(InputError, match=message):
             file.write(trace, path)
     assert (tmp_path / "mine.txt").read_text() == "somebody's"
     with pytest.raises(InputError, match="there is no trace"):

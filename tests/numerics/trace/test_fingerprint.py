@@ -46,7 +46,7 @@ def test_range_mean_and_norm(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [1e-5, 1e-2, 0.5])
 @pytest.mark.parametrize("kind", ["spread", "the same everywhere", "one channel", "one element"])
-def test_the_difference_can_be_told(shape: tuple[int, ...], size: float, kind: str) -> None:
+def test_the_difference_is_estimated(shape: tuple[int, ...], size: float, kind: str) -> None:
     x = drawn(shape)
     y = x.clone()
     if kind == "spread":

@@ -1,4 +1,4 @@
-"""Calls that are made again in float32: growth is told from source, and which run is wrong."""
+"""Calls made again in float32: growth is distinguished from its source; which run is wrong."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_rounded_weights_are_no_fault_of_a_module_that_was_raised() -> None:
         assert found.wrong == ()
 
 
-def test_a_device_that_is_lost_is_told_as_that() -> None:
+def test_a_device_that_is_lost_is_reported_as_that() -> None:
     net = traced_modules.net()
     compared = compare(recorded(net), recorded(net))  # type: ignore[arg-type]
     with dying_device() as device:
@@ -85,7 +85,7 @@ class Steep(nn.Module):
         return torch.sin(200 * x.float()).to(x.dtype)
 
 
-def test_growth_is_told_from_source() -> None:
+def test_growth_is_distinguished_from_source() -> None:
     net = traced_modules.net()
     net.blocks[1].attn.out = nn.Sequential(Steep(), net.blocks[1].attn.out)
     name = "net.blocks.1.attn.out.0"

@@ -1,4 +1,4 @@
-"""What is known of a machine is avoided where it matters, and told where it can't be."""
+"""Known issues of a machine are avoided where that is possible, and noted elsewhere."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def machine(device: DeviceFacts, **software: Any) -> MachineFacts:
 
 def found(device: DeviceFacts, **software: Any) -> Mapping[str, Any]:
     return {
-        path: told
+        path: blocked
         for path in CATALOGUE
-        if (told := find_blocked(machine(device, **software), device).against(path, ())) is not None
+        if (blocked := find_blocked(machine(device, **software), device).against(path, ()))
+        is not None
     }
 
 
@@ -106,9 +107,9 @@ def test_a_library_that_kills_bfloat16_has_it_avoided(name: str, dtype: str, mod
     plan = everyframe.plan("a red circle", model=model, profile=name, **SIZES)
     denoiser = plan.component("denoiser")
     assert denoiser.precision.compute == dtype
-    said = [note for note in plan.notes if "h20-cublas121-sigfpe" in note]
-    assert len(said) == (2 if dtype == "float32" else 0), "a line for each part that has it"
-    for note in said:
+    notes = [note for note in plan.notes if "h20-cublas121-sigfpe" in note]
+    assert len(notes) == (2 if dtype == "float32" else 0), "a line for each part that has it"
+    for note in notes:
         assert "float32, as bf16 is avoided here" in note
         assert note.endswith("pip install nvidia-cublas-cu12==12.5.2.13)")
     # And in the record, with the same words.
@@ -118,14 +119,14 @@ def test_a_library_that_kills_bfloat16_has_it_avoided(name: str, dtype: str, mod
     ]
 
 
-def test_what_is_asked_for_by_name_is_done_and_the_issue_told(model: str) -> None:
+def test_what_is_asked_for_by_name_is_done_and_the_issue_reported(model: str) -> None:
     asked = {"model": model, "profile": "h20-cublas12.1", "dtype": "bf16", **SIZES}
     plan = everyframe.plan("a red circle", **asked)
     assert plan.component("denoiser").precision.compute == "bfloat16"
-    said = [note for note in plan.notes if "h20-cublas121-sigfpe" in note]
+    notes = [note for note in plan.notes if "h20-cublas121-sigfpe" in note]
     titles = [part.title for part in plan.components if part.precision.compute == "bfloat16"]
-    assert [note.partition(":")[0] for note in said] == titles
-    for note in said:
+    assert [note.partition(":")[0] for note in notes] == titles
+    for note in notes:
         assert ": bfloat16, by --dtype bf16, in spite of known issue h20-cublas121-sigfpe" in note
         assert note.endswith("pip install nvidia-cublas-cu12==12.5.2.13)")
     (choice,) = (c for c in plan.component("denoiser").choices if c.path == "bf16")
@@ -134,7 +135,7 @@ def test_what_is_asked_for_by_name_is_done_and_the_issue_told(model: str) -> Non
                 if "h20" in note]  # fmt: skip
 
 
-def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
+def test_a_loaded_components_dtype_is_kept_and_the_issue_reported() -> None:
     sick = machine(CARD, packages={"torch": "2.8.0"}, libraries={"cudnn": "9.10.2"})
     chooser = FastPathChooser(CARD, known=find_blocked(sick, CARD))
     bf16 = Precision("bfloat16", "bfloat16")
@@ -148,7 +149,7 @@ def test_a_loaded_components_dtype_is_kept_and_the_issue_told() -> None:
             assert note.startswith("Its vae: bfloat16, as it was loaded, in spite of known issue")
 
 
-def test_a_kernel_asked_for_by_name_is_used_and_the_issue_told() -> None:
+def test_a_kernel_asked_for_by_name_is_used_and_the_issue_reported() -> None:
     sick = BlockedPaths(
         {"attention-flash": (BlockReason("known issue planted: it lies (leave it)"),)}
     )
@@ -191,12 +192,12 @@ def test_what_can_not_be_tried_is_still_avoided_and_turned_off() -> None:
     assert chosen(FastPathChooser(CPU)) == ("float32", [])
 
 
-def test_what_no_path_avoids_is_told_with_what_mends_it() -> None:
+def test_what_no_path_avoids_is_reported_with_what_mends_it() -> None:
     new = replace(CARD, capability=(12, 0))
     sick = find_blocked(machine(new, packages={"torch": "2.6.0"}, cuda="12.6", driver="575.1"), new)
-    (said,) = sick.notes([DENOISER])
-    assert said.startswith("known issue blackwell-needs-cu128: ")
-    assert "pip install -U torch" in said
+    (note,) = sick.notes([DENOISER])
+    assert note.startswith("known issue blackwell-needs-cu128: ")
+    assert "pip install -U torch" in note
     assert not [
         *find_blocked(machine(new, packages={"torch": "2.9.0"}, cuda="12.8"), new).notes([])
     ]
@@ -210,9 +211,9 @@ def test_other_systems_packages_are_not_ours() -> None:
     theirs = {"oneflow": "0.9.1", "nexfort": "0.1", "imaginairy": "14.3.0", "opensora": "1.2"}
     turing = replace(CARD, capability=(7, 5))
     for device in (CARD, turing):
-        told = find_blocked(machine(device, packages={"torch": "2.11.0", **theirs}), device)
-        assert not any("onediff" in each or "nexfort" in each for each in told.notes([VAE]))
-        assert [*told.notes([VAE])] == []
+        blocked = find_blocked(machine(device, packages={"torch": "2.11.0", **theirs}), device)
+        assert not any("onediff" in each or "nexfort" in each for each in blocked.notes([VAE]))
+        assert [*blocked.notes([VAE])] == []
 
 
 def test_a_machine_that_is_not_here_is_judged_by_its_own_facts() -> None:

@@ -97,19 +97,19 @@ def test_savings_come_one_after_the_other() -> None:
     model, settings = config_only_models.svd(), config_only_models.settings(64, 64, 8)
     roomy = fitting(model, CARD).fit(settings)
     unet, vae = part(roomy, "unet"), part(roomy, "vae")
-    said = []
+    fits = []
     for share in (1.05, 0.8, 0.5):
         tight = fitting(model, card(int(max(unet.peak_bytes, vae.peak_bytes) * share / 0.92)))
-        said.append(tight.fit(settings))
-    assert said[0].changes == ()
-    assert said[1].settings.option("decode_chunk_size") < 8
+        fits.append(tight.fit(settings))
+    assert fits[0].changes == ()
+    assert fits[1].settings.option("decode_chunk_size") < 8
     # What shows in the picture is kept as small as it can be: weights wait before there is more.
-    assert not part(said[1], "vae").block_offload
-    assert part(said[2], "vae").block_offload
-    chunks = [fitted.settings.option("decode_chunk_size") for fitted in said]
+    assert not part(fits[1], "vae").block_offload
+    assert part(fits[2], "vae").block_offload
+    chunks = [fitted.settings.option("decode_chunk_size") for fitted in fits]
     assert chunks[0] > chunks[1] >= chunks[2]
-    assert any("decoded" in line and "changes the picture" in line for line in said[1].changes)
-    assert all(fitted.fits for fitted in said)
+    assert any("decoded" in line and "changes the picture" in line for line in fits[1].changes)
+    assert all(fitted.fits for fitted in fits)
     # What was asked for by name is not changed.
     asked = config_only_models.svd(options=SVDOptions(decode_chunk_size=8))
     kept = fitting(asked, card(int(vae.peak_bytes * 0.5 / 0.92))).fit(settings)
@@ -185,7 +185,7 @@ def test_the_largest_that_fits_is_found_by_halving() -> None:
 
 
 @pytest.mark.slow
-def test_what_is_far_too_large_is_told_after_few_dry_runs(
+def test_what_is_far_too_large_is_reported_after_few_dry_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is needed says about where the largest is; more frames may need more than pixels."""

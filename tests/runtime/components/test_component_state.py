@@ -94,6 +94,6 @@ LEFT: dict[str, tuple[Callable[[nn.Module], object], str]] = {
 def test_what_can_not_be_put_back_is_named(name: str) -> None:
     module = made()
     state = ComponentState(module)
-    plant, said = LEFT[name]
+    plant, message = LEFT[name]
     plant(module)
-    assert said in state.restore()
+    assert message in state.restore()

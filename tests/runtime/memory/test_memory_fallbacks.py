@@ -71,15 +71,19 @@ def of_two_stages(component: str, settings: Settings) -> Iterator[MemorySaving]:
 def test_a_stage_has_what_helps_it_and_what_helps_all() -> None:
     settings = config_only_models.settings()
 
-    def said(stage: str | None) -> list[tuple[str, dict[str, int]]]:
+    def list_fallbacks(stage: str | None) -> list[tuple[str, dict[str, int]]]:
         done = memory_fallbacks(["vae"], settings, of_two_stages, may_wait=False, stage=stage)
         return [(way.message, dict(way.settings.savings)) for way in done]
 
-    assert said("second") == [
+    assert list_fallbacks("second") == [
         ("fewer", {"frames": 1}), ("tiles of second", {"frames": 1, "second": 8}),
     ]  # fmt: skip
-    assert [says for says, _ in said(None)] == ["fewer", "tiles of first", "tiles of second"]
-    assert said(None)[-1][1] == {"frames": 1, "first": 8, "second": 8}
+    assert [says for says, _ in list_fallbacks(None)] == [
+        "fewer",
+        "tiles of first",
+        "tiles of second",
+    ]
+    assert list_fallbacks(None)[-1][1] == {"frames": 1, "first": 8, "second": 8}
 
 
 @pytest.mark.parametrize("name", ["svd", "inpaint-9", "opensora-1.2"])

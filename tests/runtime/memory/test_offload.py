@@ -178,11 +178,11 @@ def stored(model: nn.Module, folder: Path) -> Path:
     return path
 
 
-def plan_of(model: nn.Module, dtype: str = "float32", **told: bool) -> ComponentPlan:
+def plan_of(model: nn.Module, dtype: str = "float32", **fields: bool) -> ComponentPlan:
     count = sum(p.numel() for p in model.parameters())
     return ComponentPlan(
         "model", "model", "denoise", "here", count, "cpu", Precision(dtype, dtype),
-        count * 4, 0, block_offload=True, **told,
+        count * 4, 0, block_offload=True, **fields,
     )  # fmt: skip
 
 
@@ -202,7 +202,7 @@ def test_weights_that_stay_in_their_files_give_the_same_bits(dtype: str, tmp_pat
     assert all(p.is_meta for p in streamed.blocks.parameters())
 
 
-def test_a_file_that_is_wrong_is_told_before_anything_runs(tmp_path: Path) -> None:
+def test_a_file_that_is_wrong_is_reported_before_anything_runs(tmp_path: Path) -> None:
     source = Model(12)
     path = stored(source, tmp_path)
     tensors = load_file(path)

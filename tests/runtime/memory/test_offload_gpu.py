@@ -1,4 +1,4 @@
-"""Weights that come to a CUDA card block by block: the same bits, and no more memory than told.
+"""Weights that come to a CUDA card block by block: the same bits, and no more memory than planned.
 
 On a card work is only queued: whoever counts what Python holds does not see what the card still
 needs. So blocks here take long, and what the allocator has handed out is what is looked at.
@@ -104,17 +104,17 @@ def test_blocks_that_are_read_from_files(model: Model, dtype: str, tmp_path: Pat
     path = tmp_path / "model.safetensors"
     save_file(dict(model.state_dict()), path)
 
-    def loaded(**told: bool) -> nn.Module:
+    def loaded(**fields: bool) -> nn.Module:
         count = sum(p.numel() for p in model.parameters())
         part = ComponentPlan(
             "model", "model", "denoise", "here", count, "cuda:0", Precision(dtype, dtype),
-            count * 4, 0, **told,
+            count * 4, 0, **fields,
         )  # fmt: skip
         return load_component(part, Model, path, KeyMap())
 
     want = loaded()(inputs())
-    for told in ({"block_offload": True}, {"block_offload": True, "from_disk": True}):
-        assert peak(loaded(**told), 2, want) < 3.5 * BLOCK
+    for fields in ({"block_offload": True}, {"block_offload": True, "from_disk": True}):
+        assert peak(loaded(**fields), 2, want) < 3.5 * BLOCK
 
 
 @torch.inference_mode()

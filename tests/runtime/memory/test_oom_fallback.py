@@ -66,7 +66,7 @@ def test_what_is_over_is_done_at_once_and_what_comes_in_its_call() -> None:
     assert [*moments.due(5)] == []
 
 
-def test_videos_by_turns_are_told_apart() -> None:
+def test_videos_by_turns_are_distinguished() -> None:
     """Encoding goes through the lots of frames, and through all videos in each."""
     kept = Kept(OomEvent(2, 0, 0), OomEvent(1, 0, 1))
     moments, videos = CallCounter(), [video(1, kept), video(2, kept)]

@@ -107,11 +107,11 @@ def loaded(
 ) -> tuple[Any, list[str]]:
     """The model on this rank of those that keep it between them, and the tensors that it read."""
     read: list[str] = []
-    kept = TensorFile.load
+    original = TensorFile.load
 
     def noted(self: Any, name: str, *given: Any) -> Tensor:
         read.append(name)
-        return kept(self, name, *given)
+        return original(self, name, *given)
 
     plan = ComponentPlan(
         "model", "model", "denoise", "here", 0, "cpu", Precision(dtype, dtype, weight_dtype=kind),
@@ -121,7 +121,7 @@ def loaded(
     try:
         return load_component(plan, Model, Path(path), KeyMap(), supply=supply_of(group)), read
     finally:
-        TensorFile.load = kept  # type: ignore[method-assign]
+        TensorFile.load = original  # type: ignore[method-assign]
 
 
 def held(group: Communicator, path: str, fault: Any = None) -> dict[str, Any]:
@@ -185,9 +185,9 @@ def test_ranks_of_unequal_room_keep_unequal_parts(ranks: Group, tmp_path: Path) 
 
 
 def _first_keeps_all() -> Any:
-    kept = weight_sharding.assign_units
+    original = weight_sharding.assign_units
     weight_sharding.assign_units = lambda sizes, room: dict.fromkeys(sizes, 0)
-    return lambda: setattr(weight_sharding, "assign_units", kept)
+    return lambda: setattr(weight_sharding, "assign_units", original)
 
 
 def test_a_rank_that_keeps_everything_is_seen(ranks: Group, tmp_path: Path) -> None:
@@ -214,12 +214,12 @@ def test_weights_in_eight_bits_are_kept_by_ranks_too(
     source, path = stored(tmp_path)
     (whole,) = ranks.run(1, in_eight_bits, str(path), kind)
     found = ranks.run(3, in_eight_bits, str(path), kind)
-    told = sharded_bytes(source, Precision("float32", "float32", weight_dtype=kind), [1] * 3)
-    for each, kept in zip(found, told, strict=True):
+    expected = sharded_bytes(source, Precision("float32", "float32", weight_dtype=kind), [1] * 3)
+    for each, kept in zip(found, expected, strict=True):
         assert each["kinds"] == {QuantizedLinear}
         assert all(torch.equal(a, b) for a, b in zip(each["out"], whole["out"], strict=True))
         assert each["kept"] == kept
-    assert sum(told) == whole["kept"] < 0.6 * sum(p.nbytes for p in source.blocks.parameters())
+    assert sum(expected) == whole["kept"] < 0.6 * sum(p.nbytes for p in source.blocks.parameters())
     x = torch.linspace(-1, 1, 2 * WIDTH).view(2, WIDTH)
     assert not torch.equal(found[0]["out"][0], source(x))
 
@@ -245,9 +245,9 @@ def test_what_is_sent_is_what_is_reported(ranks: Group, tmp_path: Path) -> None:
     unit = sum(p.nbytes for p in model.blocks[0].parameters())
     text = sum(p.nbytes for p in model.blocks[0].text.parameters())
     found = ranks.run(3, sent, "")
-    told = sharded_bytes(model, WIDE, [1] * 3)
-    assert sum(told) == DEPTH * unit
-    for each, kept in zip(found, told, strict=True):
+    expected = sharded_bytes(model, WIDE, [1] * 3)
+    assert sum(expected) == DEPTH * unit
+    for each, kept in zip(found, expected, strict=True):
         # What comes first is sent for by the end of the pass before, from the second one on.
         assert each["sent"][2] == 2 * (kept + DEPTH // 3 * text)
         assert unit <= each["most"] <= 2 * unit

@@ -19,24 +19,24 @@ SMALL, INFINITE = Range(-1.0, 1.0), Range(-1.0, float("inf"))
 
 
 class Among(FakeCommunicator):
-    """The first of three ranks; the others say `said`."""
+    """The first of three ranks; the others send `as_sent`."""
 
-    def __init__(self, said: Sequence[Any]) -> None:
+    def __init__(self, as_sent: Sequence[Any]) -> None:
         super().__init__(0, (1.0,) * 3)
-        self._said = said
+        self._sent = as_sent
 
     def all_gather_object(self, value: Any, what: str) -> list[Any]:
-        return [value, *self._said]
+        return [value, *self._sent]
 
     def gather(self, x: Tensor, sizes: Sequence[int], what: str) -> Tensor:
-        return torch.cat([x, *map(torch.tensor, self._said)])
+        return torch.cat([x, *map(torch.tensor, self._sent)])
 
 
 def located(place: str, cause: Cause = "range") -> Located:
     return Located((Fault("net", place, "linear", cause, torch.bfloat16, SMALL, INFINITE, None),))
 
 
-def said(by: Located) -> Any:
+def as_sent(by: Located) -> Any:
     """What a rank sends of it."""
     sent: list[Any] = []
 
@@ -53,7 +53,7 @@ NOTHING = Located(())
 
 
 def test_all_go_by_the_first_rank_that_found_a_fault() -> None:
-    ranks = RankAgreement(Among([said(located("a")), said(located("b"))]))
+    ranks = RankAgreement(Among([as_sent(located("a")), as_sent(located("b"))]))
     assert ranks.located(NOTHING) == located("a")
     assert ranks.culprit == ""
     own = located("own")
@@ -61,21 +61,21 @@ def test_all_go_by_the_first_rank_that_found_a_fault() -> None:
 
 
 def test_a_rank_that_alone_has_it_is_named() -> None:
-    ranks = RankAgreement(Among([said(NOTHING), said(located("b"))]))
+    ranks = RankAgreement(Among([as_sent(NOTHING), as_sent(located("b"))]))
     assert ranks.located(NOTHING) == located("b")
     assert ranks.culprit == ", on rank 2 alone"
-    again = RankAgreement(Among([said(NOTHING)] * 2)).located(NOTHING)
+    again = RankAgreement(Among([as_sent(NOTHING)] * 2)).located(NOTHING)
     assert again is NOTHING
 
 
 def test_weights_that_are_not_finite_come_before_what_they_made() -> None:
-    ranks = RankAgreement(Among([said(located("b")), said(located("c.weight", "weights"))]))
+    ranks = RankAgreement(Among([as_sent(located("b")), as_sent(located("c.weight", "weights"))]))
     assert ranks.located(located("a")) == located("c.weight", "weights")
 
 
 def test_an_error_of_another_rank_is_one_here() -> None:
     other = Located((), error=RuntimeError("two dtypes met"))
-    found = RankAgreement(Among([said(NOTHING), said(other)])).located(NOTHING)
+    found = RankAgreement(Among([as_sent(NOTHING), as_sent(other)])).located(NOTHING)
     assert str(found.error) == "on rank 2: RuntimeError: two dtypes met"
 
 

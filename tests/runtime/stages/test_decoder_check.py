@@ -150,9 +150,9 @@ def test_values_that_are_not_finite_are_too_coarse() -> None:
 def test_all_ranks_do_what_the_first_one_finds() -> None:
     """Each would find nearly the same; near the limit that is not enough."""
     found = Decoder("svd")
-    for told, is_coarse in ((55.0, False), (39.9, True)):
+    for decibels, is_coarse in ((55.0, False), (39.9, True)):
         group: Any = SimpleNamespace(
-            is_lead=False, broadcast_object=lambda value, source, what, told=told: told
+            is_lead=False, broadcast_object=lambda value, source, what, decibels=decibels: decibels
         )
         assert found.check(group=group) is is_coarse
     assert {p.dtype for p in found.ours.decoder.parameters()} == {torch.float32}

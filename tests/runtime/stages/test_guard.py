@@ -191,7 +191,7 @@ class Lying(nn.Module):
         return lying_double(x)
 
 
-def test_a_kernel_that_lies_is_told_from_overflow() -> None:
+def test_a_kernel_that_lies_is_distinguished_from_overflow() -> None:
     net = halved(planted(Lying, 1))
     guard = Guard(plan(), "denoise", {"net": net})
     with torch.inference_mode():

@@ -181,7 +181,7 @@ def test_devices_in_use_by_others_make_jobs_wait_with_their_steps(
     assert done.attempts == 1
     assert executor.steps == [(3, step) for step in range(1, NUM_STEPS + 1)], "no step twice"
     assert all(each.run is not None for each in executor.jobs[1:])
-    assert found.trouble is None
+    assert found.problem is None
 
 
 def test_no_job_begins_on_a_disk_without_room(
@@ -190,9 +190,9 @@ def test_no_job_begins_on_a_disk_without_room(
     monkeypatch.setattr(DataFolder, "free_bytes", lambda self: 2**20)
     job = add(store)
     dispatcher = dispatch(FakeExecutor(), min_free_bytes=2**28)
-    while dispatcher.trouble is None:
+    while dispatcher.problem is None:
         time.sleep(0.01)
-    assert dispatcher.trouble == (
+    assert dispatcher.problem == (
         "the disk of the data folder has 1 MiB left; jobs wait until there are 256 MiB"
     )
     now = store.get(job.id)
@@ -200,7 +200,7 @@ def test_no_job_begins_on_a_disk_without_room(
     assert now.status == "queued"
     monkeypatch.undo()
     ended(store, job)
-    assert dispatcher.trouble is None
+    assert dispatcher.problem is None
 
 
 def test_a_queue_that_cannot_be_written_loses_nothing(
@@ -224,7 +224,7 @@ def test_a_queue_that_cannot_be_written_loses_nothing(
     monkeypatch.setattr(store, "requeue", unwritable)
     dispatcher = dispatch(FakeExecutor())
     assert broken.wait(10)
-    while dispatcher.trouble != "the disk is full":
+    while dispatcher.problem != "the disk is full":
         time.sleep(0.01)
     assert requeue
     ended(store, job)

@@ -66,7 +66,7 @@ def test_failed_devices_are_asked_again_after_pauses_that_grow(
         if may_begin:
             break
     assert asked == [10, 25, 40]
-    assert health.trouble is None
+    assert health.problem is None
 
 
 def test_the_devices_of_this_machine_compute_and_others_do_not() -> None:

@@ -97,7 +97,9 @@ def test_deletion_frees_room_on_a_full_disk(
 
 @pytest.mark.skipif(sys.platform == "win32", reason="its paths have another limit")
 @pytest.mark.parametrize("length", [504, 505])
-def test_a_path_that_is_too_long_for_sqlite_is_told_as_that(tmp_path: Path, length: int) -> None:
+def test_a_path_that_is_too_long_for_sqlite_is_reported_as_that(
+    tmp_path: Path, length: int
+) -> None:
     left = length - len("/jobs.sqlite") - len(str(tmp_path))
     names = ["d" * 99] * (left // 100 - 1)
     place = tmp_path.joinpath(*names, "d" * (left - 100 * len(names) - 1))

@@ -101,7 +101,7 @@ def clear_cache(module: nn.Module) -> None:
 class EmptyCaches:
     """Context of one pipeline call: its step caches begin empty, and repeated calls are whole.
 
-    diffusers empties them after a call that ends, and not after one that was broken off: the next
+    diffusers empties them after a call that ends, and not after one that ended early: the next
     call would take results of another video. A call that is repeated for a repair would take what
     the failed one left.
 

@@ -34,7 +34,11 @@ from everyframe.core.serialization import from_jsonable
 from everyframe.engine.workers.error_transfer import error_from, with_resume_hint
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_monitor import HangDetector, crash_error
-from everyframe.engine.workers.worker_process import Worker, WorkerJob
+from everyframe.engine.workers.worker_process import (
+    Worker,
+    WorkerJob,
+    check_memory_for_ranks,
+)
 from everyframe.runs.folder import RunFolder
 
 #: Seconds for the error of a rank whose peers lost it.
@@ -94,8 +98,10 @@ Start = Callable[[WorkerJob], AbstractContextManager[Sequence[Worker]]]
 def fresh_workers(job: WorkerJob) -> Iterator[Sequence[Worker]]:
     """Context: new workers for this job, all of which end with it."""
     workers: list[Worker] = []
+    ranks = range(len(job.weights)) if job.local is None else [job.rank]
+    check_memory_for_ranks(len(ranks))
     try:
-        for rank in range(len(job.weights)) if job.local is None else [job.rank]:
+        for rank in ranks:
             workers.append(Worker())
             workers[-1].give(replace(job, rank=rank))
         yield workers

@@ -24,7 +24,11 @@ from everyframe.engine.workers.executor import WarmModel, feasible_plan, warm_mo
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.shared_worker import BatchedWorker, SharedWorker
 from everyframe.engine.workers.stop_switch import StopSwitch
-from everyframe.engine.workers.worker_process import Worker, WorkerJob
+from everyframe.engine.workers.worker_process import (
+    Worker,
+    WorkerJob,
+    check_memory_for_ranks,
+)
 from everyframe.planning.input_checks import check_input_files
 
 #: Prefixes of environment variables that a worker reads at start; a change needs a new worker.
@@ -266,6 +270,7 @@ class _Group:
     """
 
     def __init__(self, num_ranks: int) -> None:
+        check_memory_for_ranks(num_ranks)
         self.workers = [Worker() for _ in range(num_ranks)]
         self.since = time.time()
         self.shared: SharedWorker | None = None

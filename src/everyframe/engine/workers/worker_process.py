@@ -19,11 +19,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from everyframe.core.errors import OutOfMemoryInfo
+from everyframe.core.bytes import describe_process_shortage
+from everyframe.core.errors import CannotRunError, OutOfMemoryInfo
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.engine.workers.torchrun import TorchrunRank
 from everyframe.engine.workers.worker_start import take_worker
+from everyframe.hardware.cpu import processor_facts
 from everyframe.precision.dtypes import dtype_name
 
 #: Seconds for a worker to exit after its last message.
@@ -193,6 +195,19 @@ class Worker:
         """Kill the worker; the reader of its connection gets `EOFError`."""
         self.waits, self.warm = False, ()
         self._process.kill()
+
+
+def check_memory_for_ranks(num_ranks: int) -> None:
+    """Check that the processes of so many ranks fit into this machine, before any starts.
+
+    Each rank plans by itself, so a plan that refuses them would come too late.
+
+    Raises:
+        CannotRunError: they need more memory than is free; says how many fit.
+    """
+    shortage = describe_process_shortage(num_ranks, processor_facts())
+    if shortage:
+        raise CannotRunError(shortage)
 
 
 class Channel(Protocol):

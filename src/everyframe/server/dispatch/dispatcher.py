@@ -99,7 +99,7 @@ class Dispatcher:
         self._draining = threading.Event()
         self._ended = threading.Event()
         self._changes = ChangeNotifier()
-        self._trouble: str | None = None
+        self._problem: str | None = None
         self._logged: set[str] = set()
         most = options.max_batch if executor.has_batches else 1
         self._groups = [
@@ -128,9 +128,9 @@ class Dispatcher:
         return self._draining.is_set()
 
     @property
-    def trouble(self) -> str | None:
+    def problem(self) -> str | None:
         """Why no job begins, in a sentence; None if jobs begin."""
-        return self._trouble
+        return self._problem
 
     @property
     def groups(self) -> dict[str, str | None]:
@@ -140,7 +140,7 @@ class Dispatcher:
     @property
     def paused_groups(self) -> dict[str, str]:
         """Groups whose devices do not work, and why."""
-        found = {group.name: group.health.trouble for group in self._groups}
+        found = {group.name: group.health.problem for group in self._groups}
         return {name: why for name, why in found.items() if why is not None}
 
     def cancel(self, id: str, wait: float = 0.0) -> Job:  # noqa: A002
@@ -218,22 +218,22 @@ class Dispatcher:
         """Run jobs of one group, one at a time in this thread, until the server drains."""
         ends: Future[None] | None = None
         while not self._draining.is_set():
-            seen, claim, trouble = self._changes.count, None, None
+            seen, claim, problem = self._changes.count, None, None
             try:
-                trouble = self._obstacle()
-                if trouble is None:
+                problem = self._obstacle()
+                if problem is None:
                     claim = group.claim(self._store)
                     self._logged.clear()
             except (StoreError, OSError) as error:
-                trouble = str(error)
+                problem = str(error)
                 self._log_once(f"no job begins: {error}")
-            self._trouble = trouble
+            self._problem = problem
             if claim is not None:
                 # One job may wait for its files while the next one runs, and no more.
                 ends, before = self._run(claim, group), ends
                 if before is not None:
                     before.result()
-            elif trouble:
+            elif problem:
                 self._draining.wait(_PAUSE)
             elif not self._draining.is_set():
                 self._changes.wait(seen, _IDLE_SECONDS)
@@ -336,8 +336,8 @@ class Dispatcher:
         waits = isinstance(error, (RunLockedError, StoreError, DevicesBusyError))
         if is_stopped or waits or is_disk_full(error) or is_system_exhausted(error):
             if not is_stopped:
-                if not isinstance(error, DevicesBusyError):  # which is no trouble of the server
-                    self._trouble = str(error)
+                if not isinstance(error, DevicesBusyError):  # which is no problem of the server
+                    self._problem = str(error)
                 _log.error("%s waits: %s", job.id, error)
                 self._draining.wait(_PAUSE)
             cause = attempt.reason or code_of(error)
@@ -381,13 +381,13 @@ class Dispatcher:
                 _log.warning("%s", error)
             except StoreError as error:
                 self._log_once(str(error))
-                self._trouble = str(error)
+                self._problem = str(error)
                 if not self._ended.wait(_PAUSE):
                     continue
             return
 
-    def _log_once(self, trouble: str) -> None:
-        """Log a trouble that lasts once: the log may lie on the disk that is full."""
-        if trouble not in self._logged:
-            self._logged.add(trouble)
-            _log.error("%s", trouble)
+    def _log_once(self, problem: str) -> None:
+        """Log a lasting problem once: the log may lie on the disk that is full."""
+        if problem not in self._logged:
+            self._logged.add(problem)
+            _log.error("%s", problem)

@@ -25,18 +25,18 @@ class GroupHealth:
     """Health of one device group; thread-safe.
 
     Attributes:
-        trouble: why no job begins here; None if the last probe passed, or none was needed.
+        problem: why no job begins here; None if the last probe passed, or none was needed.
     """
 
     def __init__(self, devices: str | None) -> None:
-        self.trouble: str | None = None
+        self.problem: str | None = None
         self._devices = devices
         self._deaths, self._pause, self._until = 0, PAUSES[0], 0.0
         self._asking = threading.Lock()
 
     def may_begin(self) -> bool:
         """Whether a job may begin; probes failed devices again once their pause is over."""
-        if self.trouble is None:
+        if self.problem is None:
             return True
         return time.monotonic() >= self._until and self._are_well()
 
@@ -52,7 +52,7 @@ class GroupHealth:
         self._deaths += 1
         if self._deaths >= _DEATHS or is_last:
             self._are_well()
-        return self.trouble
+        return self.problem
 
     def _are_well(self) -> bool:
         if not self._asking.acquire(blocking=False):
@@ -60,11 +60,11 @@ class GroupHealth:
         try:
             answer = probe_devices(self._devices)
             if answer.is_well:
-                self.trouble, self._deaths, self._pause = None, 0, PAUSES[0]
+                self.problem, self._deaths, self._pause = None, 0, PAUSES[0]
                 return True
             self._until = time.monotonic() + self._pause
             self._pause = min(2 * self._pause, PAUSES[1])
-            self.trouble = str(answer)
+            self.problem = str(answer)
             return False
         finally:
             self._asking.release()

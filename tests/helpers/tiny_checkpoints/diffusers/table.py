@@ -75,10 +75,10 @@ def page() -> str:
 
 
 def _remark(name: str) -> str:
-    said = REMARKS.get(name, "")
+    remark = REMARKS.get(name, "")
     if CASES[name].within.__name__ == "with_packages":
-        said = _GUARDED
-    return f"; {said}" if said else ""
+        remark = _GUARDED
+    return f"; {remark}" if remark else ""
 
 
 def _given(case: Case) -> str:

@@ -77,7 +77,7 @@ def parts(**more: Any) -> dict[str, Any]:
 
 @case("WanPipeline", size="32x32", num_frames=5, option=SHORT)
 def wan() -> Any:
-    """Wan 2.2 of 5 billion: one expert, which is told the step of each token."""
+    """Wan 2.2 of 5 billion: one expert, which gets the step of each token."""
     return diffusers.WanPipeline(
         **parts(
             transformer=transformer(in_channels=48, out_channels=48),

@@ -125,8 +125,8 @@ def _reasons(context: ServerContext) -> list[ReadinessReason]:
     found: dict[str, str] = {}
     if context.is_draining or context.dispatcher.is_draining:
         found["draining"] = "the server shuts down"
-    if context.dispatcher.trouble:
-        found["jobs_wait"] = f"no job begins: {context.dispatcher.trouble}"
+    if context.dispatcher.problem:
+        found["jobs_wait"] = f"no job begins: {context.dispatcher.problem}"
     try:
         context.store.is_writable()
     except EveryframeError as error:
