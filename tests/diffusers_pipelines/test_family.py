@@ -268,9 +268,7 @@ def test_what_can_not_be_loaded_is_refused_in_one_line(copy: Path, what: str) ->
     assert caught.value.exit_code == 2
 
 
-def test_what_a_block_raises_is_reported_once(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_blocks_error_is_reported_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Each block that an error passes through logs its traceback."""
     root = tmp_path / "ltx25"
     tiny_pipelines.ltx25(root)
