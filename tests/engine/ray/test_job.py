@@ -155,6 +155,15 @@ def test_fewer_devices_take_over_where_there_are_no_more(groups: Any, tmp_path: 
     assert "no 2 devices are free within 1 s; the run resumes on 1" in notes(events)[1]
 
 
+def test_a_run_that_is_not_saved_begins_on_fewer_devices_divided_anew(groups: Any) -> None:
+    """The division that was asked for has no meaning there, and would be refused."""
+    asked = Request(**{**REQUEST.given(), "parallel": "sequence=2", "shares": "2,1"})
+    done = [("event", PLANNED), ("event", VideoDone(3, 1, {}))]
+    made = groups([("event", PLANNED), LOST], NO_ROOM, done, num_free=1)
+    assert "the run begins again on 1, which differs" in notes(run(None, [], asked))[1]
+    assert made.jobs[1].request == Request(**{**REQUEST.given(), "num_devices": 1})
+
+
 def test_no_device_at_all_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path) -> None:
     groups([*BEGIN, LOST], NO_ROOM, num_free=0)
     with pytest.raises(DevicesBusyError, match="no device is free; resume it: everyframe resume"):

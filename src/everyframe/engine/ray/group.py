@@ -7,6 +7,7 @@ A group serves one job and is the unit of failure: Ray restarts no single rank.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from everyframe.core.errors import (
     CorruptRunError,
     DevicesBusyError,
     InputError,
-    first_line,
 )
 from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
 from everyframe.engine.ray.rank import RayRank, software
@@ -28,6 +28,8 @@ from everyframe.engine.workers.launcher import log_level, log_record
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
 
+#: Ray colours what it says, also where no terminal reads it.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: Seconds for an actor to start and to say hello; a node may have to import from a slow disk.
 _START = 120.0
 #: Seconds to wait for the reason of a lost peer: a dead node is noticed late.
@@ -78,10 +80,10 @@ class RayGroup:
             answers = ray.get(asked, timeout=1.0)
         except (RayActorError, GetTimeoutError) as error:
             _check_import(error)
-            raise RankLostError(f"a rank did not start: {first_line(error)}") from error
+            raise RankLostError(f"a rank did not start: {_reason(error)}") from error
         except RayError as error:
             _check_import(error)
-            raise CannotRunError(f"a rank can't start on the cluster: {error}") from error
+            raise CannotRunError(f"a rank can't start on the cluster: {_reason(error)}") from error
         found = [from_bytes(answer)[1] for answer in answers]
         for each in found:
             check_software(software(), each["software"], each["place"])
@@ -131,7 +133,7 @@ class RayGroup:
         except (RayError, StopIteration, CorruptRunError) as error:
             place = self._places[ranks[rank].place]
             where = f"rank {rank} on the node {place.host} ({place.address})"
-            raise RankLostError(f"{where} was lost: {first_line(error)}") from error
+            raise RankLostError(f"{where} was lost: {_reason(error)}") from error
 
     def _explain(
         self, at_work: dict[Any, int], stream: Any, value: Any, ranks: Sequence[Rank]
@@ -153,6 +155,13 @@ class RayGroup:
         if value["error"]["class"] == "PeerLostError":
             return RankLostError(first["error"]["text"])
         return RankFailedError(error_from(value["error"], rank), keeps=value["keeps"])
+
+
+def _reason(error: BaseException) -> str:
+    """What Ray says, in one line without colours: of an actor's constructor the error itself."""
+    lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
+    line = lines[-1] if "creation task" in lines[0] else lines[0]
+    return line.strip().rstrip(".")
 
 
 def _ready(streams: dict[Any, int]) -> list[Any]:

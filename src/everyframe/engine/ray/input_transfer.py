@@ -43,6 +43,14 @@ class InputFiles:
             for text, names in self.names.items()
         }
 
+    def given_names(self, folder: Path) -> dict[str, str]:
+        """For each file or folder that `write` makes in `folder`, its name in the request."""
+        return {
+            str(folder / name): part
+            for text, names in self.names.items()
+            for part, name in zip(text.split(",") if len(names) > 1 else [text], names, strict=True)
+        }
+
 
 def read_inputs(
     request: Request | None, place: Path, named: Mapping[str, Any] | None = None

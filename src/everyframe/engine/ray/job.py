@@ -39,6 +39,8 @@ from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.runs.folder import Lock, RunFolder, new_run
 
+#: Options of the division among devices, which has another meaning on fewer of them.
+_OF_RANKS = ("parallel", "shares", "shard_weights")
 #: Losses without a newly saved state in between after which a job ends.
 _MOST_LOSSES = 3
 
@@ -112,8 +114,9 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
             if fewer < 1:
                 busy = DevicesBusyError(f"{lost}, and no device is free")
                 raise run.with_hint(busy) from full
-            notes.append(Note(f"no {number} devices are free within {seconds:g} s; the run resumes "
-                              f"on {fewer}, which differs by rounding"))  # fmt: skip
+            begins = "resumes" if run.is_saved else "begins again"
+            notes.append(Note(f"no {number} devices are free within {seconds:g} s; the run "
+                              f"{begins} on {fewer}, which differs by rounding"))  # fmt: skip
             number = fewer
             continue
         if is_planned:  # else nothing was handed on that would come again
@@ -222,7 +225,8 @@ class _SavedRun:
         if not self.is_saved:
             asked = job.request
             if asked is not None and number != len(job.weights):
-                asked = Request(**{**asked.given(), "num_devices": number})
+                given = {k: v for k, v in asked.given().items() if k not in _OF_RANKS}
+                asked = Request(**{**given, "num_devices": number})
             if asked is not None:
                 asked = with_texts(asked, absolute_models(asked, self._place))
             root = None if self._folder is None else job.root
