@@ -30,6 +30,10 @@ from everyframe.engine.workers.worker_process import WorkerJob
 
 #: Ray colours what it says, also where no terminal reads it.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+#: Errors of a lost peer, and of a fault that all ranks of a video find.
+_LOST_A_PEER, _SHARED = "PeerLostError", "NumericsError"
+#: What an error says that holds for one machine: an absolute path, or a rank by its number.
+_OF_A_NODE = re.compile(r"""(^|[\s'"(=])/[^\s/]+/|\branks? \d""")
 #: Seconds for an actor to start and to say hello; a node may have to import from a slow disk.
 _START = 120.0
 #: Seconds to wait for the reason of a lost peer: a dead node is noticed late.
@@ -138,23 +142,48 @@ class RayGroup:
     def _explain(
         self, at_work: dict[Any, int], stream: Any, value: Any, ranks: Sequence[Rank]
     ) -> Exception:
-        """The error that explains a failure: a rank that lost a peer does not know why."""
+        """The error that explains a failure: a rank that lost a peer does not know why.
+
+        Of values that are not finite, which all ranks of a video find, the first rank's counts: it
+        knows whether the run is still of use.
+        """
         until = time.monotonic() + _REASON
         others = {each: rank for each, rank in at_work.items() if each is not stream}
         first, rank = value, at_work[stream]
-        while value["error"]["class"] == "PeerLostError" and others and time.monotonic() < until:
+        while _has_better(value, others) and time.monotonic() < until:
             for each in _ready(others):
                 try:
                     name, found = self._next(each, others[each], ranks)
                 except RankLostError as lost:
                     return lost
                 if name in ("end", "error"):
-                    if name == "error" and found["error"]["class"] != "PeerLostError":
+                    if name == "error" and _is_better(found, value, others[each]):
                         value, rank = found, others[each]
                     del others[each]
-        if value["error"]["class"] == "PeerLostError":
+        if value["error"]["class"] == _LOST_A_PEER:
             return RankLostError(first["error"]["text"])
-        return RankFailedError(error_from(value["error"], rank), keeps=value["keeps"])
+        error = self._with_node(error_from(value["error"], rank), self._places[ranks[rank].place],
+                                rank)  # fmt: skip
+        return RankFailedError(error, keeps=value["keeps"])
+
+    @staticmethod
+    def _with_node(error: Exception, place: RankPlace, rank: int) -> Exception:
+        """The error with the node of its rank where it is about files, which are those there."""
+        if not isinstance(error, InputError) or not _OF_A_NODE.search(str(error)):
+            return error
+        return error.reworded(f"{error} (rank {rank} on the node {place.host}, {place.address})")
+
+
+def _has_better(value: Any, others: dict[Any, int]) -> bool:
+    """Whether another rank may know more of a failure."""
+    kind = value["error"]["class"]
+    return (kind == _LOST_A_PEER and bool(others)) or (kind == _SHARED and 0 in others.values())
+
+
+def _is_better(found: Any, value: Any, rank: int) -> bool:
+    """Whether the error that this rank has reported explains more than `value`."""
+    kind, before = found["error"]["class"], value["error"]["class"]
+    return kind != before if before == _LOST_A_PEER else kind == before and rank == 0
 
 
 def _reason(error: BaseException) -> str:
