@@ -9,7 +9,14 @@ import pytest
 
 from everyframe.core.errors import InputError, NumericsError
 from everyframe.engine.ray import group as ray_group
-from everyframe.engine.ray.group import RankFailedError, RankLostError, RayGroup, _reason
+from everyframe.engine.ray.group import (
+    HeadLostError,
+    RankFailedError,
+    RankLostError,
+    RayGroup,
+    _reason,
+    placed_group,
+)
 from everyframe.engine.ray.rank_layout import RankPlace
 from everyframe.engine.workers.error_transfer import error_data
 
@@ -105,3 +112,26 @@ def test_an_error_about_files_names_the_node_that_has_them(
     assert isinstance(found.error, InputError)
     node = " (rank 1 on the node host1, 10.0.0.1)" if has_node else ""
     assert str(found.error) == text + node
+
+
+def headless(monkeypatch: pytest.MonkeyPatch, answers: list[bool]) -> None:
+    """The head answers so, and for the last answer's time is over."""
+    monkeypatch.setattr(ray_group, "has_head", lambda: answers.pop(0))
+    monkeypatch.setattr(ray_group, "_HEAD", -1.0)
+
+
+def test_a_group_without_its_head_goes_on_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray would end this process; a head that is back begins the time anew."""
+    headless(monkeypatch, [True, False, True, False, False])
+    group = RayGroup([])
+    for _ in range(4):
+        group._check_head()
+    with pytest.raises(HeadLostError, match="the head of the Ray cluster does not answer"):
+        group._check_head()
+
+
+def test_no_group_is_asked_for_where_there_is_no_head(monkeypatch: pytest.MonkeyPatch) -> None:
+    headless(monkeypatch, [False, False])
+    monkeypatch.setattr(ray_group.time, "sleep", lambda seconds: None)
+    with pytest.raises(HeadLostError), placed_group(1, "CPU", 1.0):
+        raise AssertionError("it was placed")

@@ -23,7 +23,7 @@ from everyframe.core.events import Event, FramesDecoded, Note, Planned, RunSaved
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
 from everyframe.engine.ray import job as ray_job
-from everyframe.engine.ray.group import RankFailedError, RankLostError
+from everyframe.engine.ray.group import HeadLostError, RankFailedError, RankLostError
 from everyframe.engine.ray.job import run_on_cluster
 from everyframe.engine.ray.message_bytes import from_bytes
 from everyframe.engine.ray.run_transfer import RunChanges
@@ -171,6 +171,15 @@ def test_no_device_at_all_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path)
     [path] = tmp_path.iterdir()
     assert not RunFolder(path).is_busy()
     assert RunFolder(path).is_own()
+
+
+def test_a_lost_head_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path) -> None:
+    """No new group can be asked for, and a server tries it again."""
+    groups([*BEGIN, HeadLostError("the head is gone")])
+    with pytest.raises(DevicesBusyError, match="the head is gone; resume it: everyframe resume"):
+        run(tmp_path, [])
+    [path] = tmp_path.iterdir()
+    assert not RunFolder(path).is_busy()
 
 
 def test_no_room_at_the_start_is_an_error_of_its_own(groups: Any, tmp_path: Path) -> None:

@@ -77,6 +77,21 @@ def leave_cluster() -> None:
     _print_losses(True)
 
 
+def has_head() -> bool:
+    """Whether the head of this process's cluster answers.
+
+    Without it Ray's calls block for a minute, and then Ray ends this process.
+    """
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
+    except OSError:
+        return False
+    return True
+
+
 def _check_address(address: str) -> None:
     """Raise `InputError` for an address of another form, or at which nothing answers."""
     asked = os.environ.get("RAY_ADDRESS", "") if address == "auto" else address

@@ -20,6 +20,7 @@ from everyframe.core.errors import (
     DevicesBusyError,
     InputError,
 )
+from everyframe.engine.ray.cluster_connection import has_head
 from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
 from everyframe.engine.ray.rank import RayRank, software
 from everyframe.engine.ray.rank_layout import Rank, RankJob, RankPlace, check_software, lay_out
@@ -38,6 +39,8 @@ _OF_A_NODE = re.compile(r"""(^|[\s'"(=])/[^\s/]+/|\branks? \d""")
 _START = 120.0
 #: Seconds to wait for the reason of a lost peer: a dead node is noticed late.
 _REASON = 15.0
+#: Seconds without the cluster's head, which may be restarted; Ray ends this process after 60.
+_HEAD = 20.0
 #: Seconds for an actor to remove its files.
 _END = 5.0
 #: Maximum number of unread messages of a rank.
@@ -50,6 +53,10 @@ class RankLostError(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
+
+
+class HeadLostError(Exception):
+    """The head of the cluster does not answer any more; without it nothing can be asked of Ray."""
 
 
 class RankFailedError(Exception):
@@ -67,6 +74,7 @@ class RayGroup:
         self._actors = actors
         self._stop = stop
         self._places: list[RankPlace] = []
+        self._headless_since: float | None = None
 
     def meet(self) -> list[Rank]:
         """Ask each actor where it is and what it runs.
@@ -102,6 +110,7 @@ class RayGroup:
         Raises:
             RankFailedError: a rank reported an error.
             RankLostError: an actor or a node is gone.
+            HeadLostError: the cluster's head is gone.
         """
         import ray
 
@@ -116,7 +125,10 @@ class RayGroup:
         while at_work:
             if self._stop is not None:
                 self._stop.check()
-            for stream in _ready(at_work):
+            ready = _ready(at_work)
+            if not ready:
+                self._check_head()
+            for stream in ready:
                 name_, value = self._next(stream, at_work[stream], ranks)
                 if name_ == "end":
                     del at_work[stream]
@@ -126,6 +138,15 @@ class RayGroup:
                     log_record(value)
                 else:
                     yield name_, value
+
+    def _check_head(self) -> None:
+        """Raise `HeadLostError` if the head has been gone for a while; ranks go on without it."""
+        if has_head():
+            self._headless_since = None
+        elif self._headless_since is None:
+            self._headless_since = time.monotonic()
+        elif time.monotonic() - self._headless_since > _HEAD:
+            raise _head_lost()
 
     def _next(self, stream: Any, rank: int, ranks: Sequence[Rank]) -> tuple[str, Any]:
         """The next message of a rank."""
@@ -193,6 +214,15 @@ def _reason(error: BaseException) -> str:
     return line.strip().rstrip(".")
 
 
+def _head_lost() -> HeadLostError:
+    return HeadLostError(f"the head of the Ray cluster does not answer for {_HEAD:g} s")
+
+
+def _answers_in_a_second() -> bool:
+    time.sleep(1.0)
+    return has_head()
+
+
 def _ready(streams: dict[Any, int]) -> list[Any]:
     """Streams with a message, or an end; waits a second for one."""
     import ray
@@ -220,8 +250,11 @@ def placed_group(
 
     Raises:
         DevicesBusyError: there is no room within `seconds`.
+        HeadLostError: the cluster's head is gone.
         RunStoppedError: `stop` was set.
     """
+    if not has_head() and not _wait(_HEAD, stop, _answers_in_a_second):
+        raise _head_lost()
     import ray
     from ray.util.placement_group import remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -239,8 +272,9 @@ def placed_group(
             actors.append(kind_of_actor.remote())
         yield RayGroup(actors, stop)
     finally:
-        _end(actors)
-        remove_placement_group(placed)
+        if has_head():  # else nothing can be ended, and Ray would wait for it
+            _end(actors)
+            remove_placement_group(placed)
 
 
 def _place(bundles: list[dict[str, float]], seconds: float, stop: StopSwitch | None) -> Any:

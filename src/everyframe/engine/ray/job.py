@@ -24,6 +24,7 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.ray.group import (
+    HeadLostError,
     RankFailedError,
     RankLostError,
     has_gpus,
@@ -107,6 +108,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                 raise run.with_hint(WorkerDiedError(text)) from gone
             begins = "resumes from its last saved state" if run.is_saved else "begins again"
             notes.append(Note(f"{lost}; the run {begins} in a new group"))
+        except HeadLostError as gone:
+            raise run.with_hint(DevicesBusyError(str(gone))) from gone
         except DevicesBusyError as full:
             if not lost:
                 raise
