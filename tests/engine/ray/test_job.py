@@ -260,6 +260,31 @@ def test_a_strangers_run_sends_no_file_that_was_not_named_again(
     assert len(made.inputs[0].contents) == 1
 
 
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_run_that_was_begun_elsewhere_finds_its_model_on_the_nodes(
+    groups: Any, tmp_path: Path, is_own: bool
+) -> None:
+    """They have another working folder; a stranger's run names no model of this machine."""
+    (tmp_path / "model").mkdir()
+    folder = RunFolder(tmp_path / "a-run")
+    folder.path.mkdir()
+    request = Request(prompt="model", model="model")
+    signature.sign({})
+    constant = {"request": to_jsonable(request), "plan": {"ranks": 1, "model": "model"}}
+    folder.write_run({**constant, "place": str(tmp_path)}, is_own=is_own)
+    named = {} if is_own else {"model": "model"}
+    made = groups([RankFailedError(InputError("no"), keeps=True)])
+    with pytest.raises(InputError, match="no"):
+        list(run_on_cluster(WorkerJob(run=folder.path, named=named), tmp_path, 1.0))
+    assert not made.inputs[0].contents
+    there = str(tmp_path / "model")
+    copied = made.copies[0].run
+    assert copied["plan"]["model"] == (there if is_own else "model")
+    assert there in str(copied["request"]) if is_own else there not in str(copied["request"])
+    assert made.jobs[0].named == ({} if is_own else {"model": there})
+    assert folder.run()["plan"]["model"] == "model"
+
+
 @pytest.mark.parametrize(
     ("given", "message"),
     [({"devices": "cpu,cpu"}, "--num-devices N"), ({"report": "there"}, "leave --report out")],
