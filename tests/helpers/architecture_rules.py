@@ -78,7 +78,7 @@ MAY_CHANGE_THE_PROCESS = {
     "everyframe.core.garbage_collection": "commands and workers only",
     "everyframe.doctor.probes": "runs in a process of its own",
     "everyframe.engine.workers.module_watch": "runs in a process of its own",
-    "everyframe.engine.ray.executor": "what Ray reads on import, and what it changes is undone",
+    "everyframe.engine.ray.cluster_connection": "what Ray reads on import; its changes are undone",
     "everyframe.engine.ray.rank": "runs in a process of its own",
     "everyframe.engine.workers.worker": "runs in a process of its own",
     "everyframe.fast_paths.compilation.compiler_cache": "torch reads its cache from there",

@@ -146,13 +146,20 @@ def test_ranks_of_one_node_give_the_bits_of_processes_of_one_machine(
 @pytest.mark.slow
 @pytest.mark.parametrize("which", [0, -1])
 def test_a_killed_actor_costs_at_most_a_step(
-    cluster: Any, executor: RayExecutor, unbroken: Any, tmp_path: Path, which: int
+    cluster: Any,
+    executor: RayExecutor,
+    unbroken: Any,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    which: int,
 ) -> None:
     def kill_one() -> None:
         os.kill(ray_cluster.actor_processes()[which], signal.SIGKILL)
 
     with ray_cluster.node(cluster, num_cpus=2):
         events = broken(executor.run(job(tmp_path)), kill_one)
+    # Paths of videos go to standard output, and nothing of Ray's.
+    assert capfd.readouterr().out == ""
     assert np.array_equal(frames_of(events), unbroken)
     check_resumed(events, tmp_path)
 

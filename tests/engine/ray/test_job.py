@@ -23,7 +23,7 @@ from everyframe.core.events import Event, FramesDecoded, Note, Planned, RunSaved
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
 from everyframe.engine.ray import job as ray_job
-from everyframe.engine.ray.group import RankFailedError, RankLostError
+from everyframe.engine.ray.group import HeadLostError, RankFailedError, RankLostError
 from everyframe.engine.ray.job import run_on_cluster
 from everyframe.engine.ray.message_bytes import from_bytes
 from everyframe.engine.ray.run_transfer import RunChanges
@@ -155,6 +155,15 @@ def test_fewer_devices_take_over_where_there_are_no_more(groups: Any, tmp_path: 
     assert "no 2 devices are free within 1 s; the run resumes on 1" in notes(events)[1]
 
 
+def test_a_run_that_is_not_saved_begins_on_fewer_devices_divided_anew(groups: Any) -> None:
+    """The division that was asked for has no meaning there, and would be refused."""
+    asked = Request(**{**REQUEST.given(), "parallel": "sequence=2", "shares": "2,1"})
+    done = [("event", PLANNED), ("event", VideoDone(3, 1, {}))]
+    made = groups([("event", PLANNED), LOST], NO_ROOM, done, num_free=1)
+    assert "the run begins again on 1, which differs" in notes(run(None, [], asked))[1]
+    assert made.jobs[1].request == Request(**{**REQUEST.given(), "num_devices": 1})
+
+
 def test_no_device_at_all_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path) -> None:
     groups([*BEGIN, LOST], NO_ROOM, num_free=0)
     with pytest.raises(DevicesBusyError, match="no device is free; resume it: everyframe resume"):
@@ -162,6 +171,15 @@ def test_no_device_at_all_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path)
     [path] = tmp_path.iterdir()
     assert not RunFolder(path).is_busy()
     assert RunFolder(path).is_own()
+
+
+def test_a_lost_head_ends_the_run_and_keeps_it(groups: Any, tmp_path: Path) -> None:
+    """No new group can be asked for, and a server tries it again."""
+    groups([*BEGIN, HeadLostError("the head is gone")])
+    with pytest.raises(DevicesBusyError, match="the head is gone; resume it: everyframe resume"):
+        run(tmp_path, [])
+    [path] = tmp_path.iterdir()
+    assert not RunFolder(path).is_busy()
 
 
 def test_no_room_at_the_start_is_an_error_of_its_own(groups: Any, tmp_path: Path) -> None:
@@ -240,6 +258,31 @@ def test_a_strangers_run_sends_no_file_that_was_not_named_again(
     with pytest.raises(InputError, match="no"):
         list(run_on_cluster(WorkerJob(run=folder.path), tmp_path, 1.0))
     assert len(made.inputs[0].contents) == 1
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_run_that_was_begun_elsewhere_finds_its_model_on_the_nodes(
+    groups: Any, tmp_path: Path, is_own: bool
+) -> None:
+    """They have another working folder; a stranger's run names no model of this machine."""
+    (tmp_path / "model").mkdir()
+    folder = RunFolder(tmp_path / "a-run")
+    folder.path.mkdir()
+    request = Request(prompt="model", model="model")
+    signature.sign({})
+    constant = {"request": to_jsonable(request), "plan": {"ranks": 1, "model": "model"}}
+    folder.write_run({**constant, "place": str(tmp_path)}, is_own=is_own)
+    named = {} if is_own else {"model": "model"}
+    made = groups([RankFailedError(InputError("no"), keeps=True)])
+    with pytest.raises(InputError, match="no"):
+        list(run_on_cluster(WorkerJob(run=folder.path, named=named), tmp_path, 1.0))
+    assert not made.inputs[0].contents
+    there = str(tmp_path / "model")
+    copied = made.copies[0].run
+    assert copied["plan"]["model"] == (there if is_own else "model")
+    assert there in str(copied["request"]) if is_own else there not in str(copied["request"])
+    assert made.jobs[0].named == ({} if is_own else {"model": there})
+    assert folder.run()["plan"]["model"] == "model"
 
 
 @pytest.mark.parametrize(

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import queue
 import subprocess
 import sys
+import tempfile
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from everyframe.core.events import FramesDecoded, RunSaved, Step, VideoDone
+from everyframe.core.errors import InputError
+from everyframe.core.events import Event, FramesDecoded, Note, RunSaved, Step, VideoDone
 from everyframe.core.request import Request
+from everyframe.engine.ray import rank as ray_rank
 from everyframe.engine.ray.input_transfer import InputFiles
 from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
+from everyframe.engine.ray.rank import RayRank
 from everyframe.engine.ray.rank_layout import RankJob
 from everyframe.engine.ray.run_transfer import write_changes
 from everyframe.engine.workers.launcher import run_in_workers
@@ -94,3 +103,88 @@ def test_a_ranks_state_comes_before_its_step_and_its_frames_are_those_of_a_worke
             assert state["stage"] > 1 or state["takes"][0]["step"] >= value.step
             steps += 1
     assert steps == 4
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A temporary folder for ranks of this process, which change its environment and log."""
+    log = logging.getLogger("everyframe")
+    handlers, level = [*log.handlers], log.level
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield tmp_path
+    log.handlers[:] = handlers
+    log.setLevel(level)
+
+
+def said(rank: RayRank, request: Request, inputs: InputFiles) -> list[tuple[str, Any]]:
+    """What a rank of this process says of a job that is not saved."""
+    job = to_bytes("job", RankJob(WorkerJob(request), "a-run", {}))
+    given = job, to_bytes("run", None), to_bytes("inputs", inputs)
+    return [from_bytes(message) for message in rank.run(*given)]
+
+
+def test_a_rank_that_starts_beside_another_leaves_its_folder(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It removes what is not locked, and the other one's is new and about to be."""
+    lock = ray_rank.Lock
+
+    def start_another(path: Path) -> Any:
+        monkeypatch.setattr(ray_rank, "Lock", lock)
+        ray_rank._remove_folders_of_the_dead()
+        return lock(path)
+
+    monkeypatch.setattr(ray_rank, "Lock", start_another)
+    rank = RayRank()
+    ray_rank._remove_folders_of_the_dead()
+    [folder] = temporary.iterdir()
+    assert str(folder) == os.environ["TMPDIR"]
+    assert folder.name.startswith("everyframe-ray-")
+    rank.end()
+    assert not list(temporary.iterdir())
+
+
+def test_the_last_message_is_said_also_where_it_comes_late(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it the rank would count as lost."""
+
+    class SlowQueue(queue.Queue[bytes]):
+        def put(self, item: bytes, *given: Any, **more: Any) -> None:
+            if from_bytes(item)[0] == "end":
+                time.sleep(0.3)
+            super().put(item, *given, **more)
+
+    step = Step("denoise", 1, 4, 3, 0.1)
+    monkeypatch.setattr(ray_rank, "run_in_workers", lambda *given: iter([step]))
+    rank = RayRank()
+    rank._messages = SlowQueue()
+    assert said(rank, REQUEST, InputFiles({}, {})) == [("event", step), ("end", None)]
+    rank.end()
+
+
+def test_messages_name_files_as_the_request_does(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path of this machine says nothing to the other side, and is gone when it is read."""
+
+    def fail(job: WorkerJob, place: Path) -> Iterator[Event]:
+        assert job.request is not None
+        one, two = str(job.request.image).split(",")
+        assert Path(two).read_bytes() == b"no picture"
+        logging.getLogger("everyframe").warning("%s is small", one)
+        yield Note(f"{one!r} is scaled")
+        raise InputError(f"{two!r} is no picture")
+
+    monkeypatch.setattr(ray_rank, "run_in_workers", fail)
+    names = {"a.png,../b.png": ("0/0/a.png", "0/1/b.png")}
+    contents = {name: np.frombuffer(b"no picture", np.uint8) for name in names["a.png,../b.png"]}
+    rank = RayRank()
+    request = Request(prompt="a", image="a.png,../b.png")
+    log, note, error = said(rank, request, InputFiles(names, contents))
+    assert log[1][2] == "a.png is small"
+    assert note == ("event", Note("'a.png' is scaled"))
+    assert error[1]["error"]["text"] == "'../b.png' is no picture"
+    rank.end()

@@ -7,17 +7,18 @@ tried again, as on one machine. `docs/how-to/cluster.md` is for people who run c
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import threading
 from contextlib import closing
 from pathlib import Path
 
-from everyframe.core.errors import InputError, MissingPackageError, first_line
+from everyframe.core.errors import MissingPackageError
 from everyframe.core.events import Events
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.engine.ray.cluster_connection import (
+    join_cluster,
+    leave_cluster,
+    require_token,
+)
 from everyframe.engine.ray.job import run_on_cluster
 from everyframe.engine.workers.executor import WarmModel, feasible_plan, with_own_ranks
 from everyframe.engine.workers.stop_switch import StopSwitch
@@ -25,7 +26,6 @@ from everyframe.engine.workers.worker_process import WorkerJob
 
 #: Seconds to wait for room, by default.
 PLACE_TIMEOUT = 60.0
-_MODE = "RAY_AUTH_MODE"
 
 
 def ray_executor(
@@ -42,7 +42,7 @@ def ray_executor(
         MissingPackageError: Ray is not installed.
         InputError: there is no cluster at the address, or it refuses the token.
     """
-    _ask_for_token()
+    require_token()
     try:
         import ray
     except ImportError as error:
@@ -51,57 +51,8 @@ def ray_executor(
         ) from error
     if ray.is_initialized():
         return RayExecutor(place_timeout, disconnects=False)
-    address = address or "auto"
-    _connect(address)
+    join_cluster(address or "auto")
     return RayExecutor(place_timeout, disconnects=True)
-
-
-def _ask_for_token() -> None:
-    """Switch token authentication on unless a person chose; Ray reads it once, on import.
-
-    Raises:
-        InputError: Ray was imported without it.
-    """
-    if _MODE in os.environ:
-        return
-    if sys.modules.get("ray") is not None:
-        raise InputError(
-            f"Ray was imported without token authentication: set {_MODE}=token before that, or "
-            f"{_MODE}=disabled to let whoever reaches the cluster's ports run code on it"
-        )
-    os.environ[_MODE] = "token"
-
-
-def _connect(address: str) -> None:
-    """Join the cluster as a driver, and undo what Ray changes in this process besides.
-
-    It takes over SIGTERM, and puts our current folder on its workers' import path.
-    """
-    import ray
-    from ray.exceptions import AuthenticationError, RayError
-
-    here, handler = os.getcwd(), signal.getsignal(signal.SIGTERM)
-    # Only this package's location belongs there.
-    os.chdir(Path(__file__).parents[3])
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="ERROR",
-                 include_dashboard=False if address == "local" else None)  # fmt: skip
-    except AuthenticationError as error:
-        raise InputError(
-            f"no Ray cluster can be joined at {address!r}: its token is not known here; copy it to "
-            "~/.ray/auth_token (`ray get-auth-token` prints it on a machine of the cluster)"
-        ) from error
-    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-        why = first_line(error).rstrip(" .")
-        raise InputError(
-            f"no Ray cluster can be joined at {address!r} ({why}); start one "
-            "(RAY_AUTH_MODE=token ray start --head), give --ray-address HOST:PORT, or compare the "
-            "token in ~/.ray/auth_token, since a wrong one is refused like this"
-        ) from error
-    finally:
-        os.chdir(here)
-        if handler is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)
 
 
 class RayExecutor:
@@ -133,6 +84,4 @@ class RayExecutor:
     def close(self) -> None:
         """Leave the cluster, which ends the actors of all jobs; their run folders stay."""
         if self._disconnects:
-            import ray
-
-            ray.shutdown()
+            leave_cluster()

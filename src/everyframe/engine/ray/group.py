@@ -7,6 +7,7 @@ A group serves one job and is the unit of failure: Ray restarts no single rank.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,8 +19,8 @@ from everyframe.core.errors import (
     CorruptRunError,
     DevicesBusyError,
     InputError,
-    first_line,
 )
+from everyframe.engine.ray.cluster_connection import has_head
 from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
 from everyframe.engine.ray.rank import RayRank, software
 from everyframe.engine.ray.rank_layout import Rank, RankJob, RankPlace, check_software, lay_out
@@ -28,10 +29,18 @@ from everyframe.engine.workers.launcher import log_level, log_record
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
 
+#: Ray colours what it says, also where no terminal reads it.
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+#: Errors of a lost peer, and of a fault that all ranks of a video find.
+_LOST_A_PEER, _SHARED = "PeerLostError", "NumericsError"
+#: What an error says that holds for one machine: an absolute path, or a rank by its number.
+_OF_A_NODE = re.compile(r"""(^|[\s'"(=])/[^\s/]+/|\branks? \d""")
 #: Seconds for an actor to start and to say hello; a node may have to import from a slow disk.
 _START = 120.0
 #: Seconds to wait for the reason of a lost peer: a dead node is noticed late.
 _REASON = 15.0
+#: Seconds without the cluster's head, which may be restarted; Ray ends this process after 60.
+_HEAD = 20.0
 #: Seconds for an actor to remove its files.
 _END = 5.0
 #: Maximum number of unread messages of a rank.
@@ -44,6 +53,10 @@ class RankLostError(Exception):
     def __init__(self, text: str) -> None:
         super().__init__(text)
         self.text = text
+
+
+class HeadLostError(Exception):
+    """The head of the cluster does not answer any more; without it nothing can be asked of Ray."""
 
 
 class RankFailedError(Exception):
@@ -61,6 +74,7 @@ class RayGroup:
         self._actors = actors
         self._stop = stop
         self._places: list[RankPlace] = []
+        self._headless_since: float | None = None
 
     def meet(self) -> list[Rank]:
         """Ask each actor where it is and what it runs.
@@ -78,10 +92,10 @@ class RayGroup:
             answers = ray.get(asked, timeout=1.0)
         except (RayActorError, GetTimeoutError) as error:
             _check_import(error)
-            raise RankLostError(f"a rank did not start: {first_line(error)}") from error
+            raise RankLostError(f"a rank did not start: {_reason(error)}") from error
         except RayError as error:
             _check_import(error)
-            raise CannotRunError(f"a rank can't start on the cluster: {error}") from error
+            raise CannotRunError(f"a rank can't start on the cluster: {_reason(error)}") from error
         found = [from_bytes(answer)[1] for answer in answers]
         for each in found:
             check_software(software(), each["software"], each["place"])
@@ -96,6 +110,7 @@ class RayGroup:
         Raises:
             RankFailedError: a rank reported an error.
             RankLostError: an actor or a node is gone.
+            HeadLostError: the cluster's head is gone.
         """
         import ray
 
@@ -110,7 +125,10 @@ class RayGroup:
         while at_work:
             if self._stop is not None:
                 self._stop.check()
-            for stream in _ready(at_work):
+            ready = _ready(at_work)
+            if not ready:
+                self._check_head()
+            for stream in ready:
                 name_, value = self._next(stream, at_work[stream], ranks)
                 if name_ == "end":
                     del at_work[stream]
@@ -120,6 +138,15 @@ class RayGroup:
                     log_record(value)
                 else:
                     yield name_, value
+
+    def _check_head(self) -> None:
+        """Raise `HeadLostError` if the head has been gone for a while; ranks go on without it."""
+        if has_head():
+            self._headless_since = None
+        elif self._headless_since is None:
+            self._headless_since = time.monotonic()
+        elif time.monotonic() - self._headless_since > _HEAD:
+            raise _head_lost()
 
     def _next(self, stream: Any, rank: int, ranks: Sequence[Rank]) -> tuple[str, Any]:
         """The next message of a rank."""
@@ -131,28 +158,69 @@ class RayGroup:
         except (RayError, StopIteration, CorruptRunError) as error:
             place = self._places[ranks[rank].place]
             where = f"rank {rank} on the node {place.host} ({place.address})"
-            raise RankLostError(f"{where} was lost: {first_line(error)}") from error
+            raise RankLostError(f"{where} was lost: {_reason(error)}") from error
 
     def _explain(
         self, at_work: dict[Any, int], stream: Any, value: Any, ranks: Sequence[Rank]
     ) -> Exception:
-        """The error that explains a failure: a rank that lost a peer does not know why."""
+        """The error that explains a failure: a rank that lost a peer does not know why.
+
+        Of values that are not finite, which all ranks of a video find, the first rank's counts: it
+        knows whether the run is still of use.
+        """
         until = time.monotonic() + _REASON
         others = {each: rank for each, rank in at_work.items() if each is not stream}
         first, rank = value, at_work[stream]
-        while value["error"]["class"] == "PeerLostError" and others and time.monotonic() < until:
+        while _has_better(value, others) and time.monotonic() < until:
             for each in _ready(others):
                 try:
                     name, found = self._next(each, others[each], ranks)
                 except RankLostError as lost:
                     return lost
                 if name in ("end", "error"):
-                    if name == "error" and found["error"]["class"] != "PeerLostError":
+                    if name == "error" and _is_better(found, value, others[each]):
                         value, rank = found, others[each]
                     del others[each]
-        if value["error"]["class"] == "PeerLostError":
+        if value["error"]["class"] == _LOST_A_PEER:
             return RankLostError(first["error"]["text"])
-        return RankFailedError(error_from(value["error"], rank), keeps=value["keeps"])
+        error = self._with_node(error_from(value["error"], rank), self._places[ranks[rank].place],
+                                rank)  # fmt: skip
+        return RankFailedError(error, keeps=value["keeps"])
+
+    @staticmethod
+    def _with_node(error: Exception, place: RankPlace, rank: int) -> Exception:
+        """The error with the node of its rank where it is about files, which are those there."""
+        if not isinstance(error, InputError) or not _OF_A_NODE.search(str(error)):
+            return error
+        return error.reworded(f"{error} (rank {rank} on the node {place.host}, {place.address})")
+
+
+def _has_better(value: Any, others: dict[Any, int]) -> bool:
+    """Whether another rank may know more of a failure."""
+    kind = value["error"]["class"]
+    return (kind == _LOST_A_PEER and bool(others)) or (kind == _SHARED and 0 in others.values())
+
+
+def _is_better(found: Any, value: Any, rank: int) -> bool:
+    """Whether the error that this rank has reported explains more than `value`."""
+    kind, before = found["error"]["class"], value["error"]["class"]
+    return kind != before if before == _LOST_A_PEER else kind == before and rank == 0
+
+
+def _reason(error: BaseException) -> str:
+    """What Ray says, in one line without colours: of an actor's constructor the error itself."""
+    lines = _COLOUR.sub("", str(error)).strip().splitlines() or [type(error).__name__]
+    line = lines[-1] if "creation task" in lines[0] else lines[0]
+    return line.strip().rstrip(".")
+
+
+def _head_lost() -> HeadLostError:
+    return HeadLostError(f"the head of the Ray cluster does not answer for {_HEAD:g} s")
+
+
+def _answers_in_a_second() -> bool:
+    time.sleep(1.0)
+    return has_head()
 
 
 def _ready(streams: dict[Any, int]) -> list[Any]:
@@ -182,8 +250,11 @@ def placed_group(
 
     Raises:
         DevicesBusyError: there is no room within `seconds`.
+        HeadLostError: the cluster's head is gone.
         RunStoppedError: `stop` was set.
     """
+    if not has_head() and not _wait(_HEAD, stop, _answers_in_a_second):
+        raise _head_lost()
     import ray
     from ray.util.placement_group import remove_placement_group
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -201,8 +272,9 @@ def placed_group(
             actors.append(kind_of_actor.remote())
         yield RayGroup(actors, stop)
     finally:
-        _end(actors)
-        remove_placement_group(placed)
+        if has_head():  # else nothing can be ended, and Ray would wait for it
+            _end(actors)
+            remove_placement_group(placed)
 
 
 def _place(bundles: list[dict[str, float]], seconds: float, stop: StopSwitch | None) -> Any:

@@ -17,6 +17,7 @@ import numpy as np
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.paths import replace_file
 from everyframe.core.request import Request
+from everyframe.engine.ray.run_transfer import with_texts
 from everyframe.engine.records.record_schema import GIVEN, option_facts
 
 
@@ -43,20 +44,29 @@ class InputFiles:
             for text, names in self.names.items()
         }
 
+    def given_names(self, folder: Path) -> dict[str, str]:
+        """For each file or folder that `write` makes in `folder`, its name in the request."""
+        return {
+            str(folder / name): part
+            for text, names in self.names.items()
+            for part, name in zip(text.split(",") if len(names) > 1 else [text], names, strict=True)
+        }
+
 
 def read_inputs(
     request: Request | None, place: Path, named: Mapping[str, Any] | None = None
 ) -> InputFiles:
     """Read the images, videos and folders of frames that a request names, seen from `place`.
 
-    `named` are options besides, by name.
+    `named` are options besides, by name; models among them stay where they are.
 
     Raises:
         OSError: one can't be read.
     """
     names: dict[str, tuple[str, ...]] = {}
     contents: dict[str, Any] = {}
-    for text in _texts([[] if request is None else _values(request), named or {}]):
+    others = {name: value for name, value in (named or {}).items() if not _names_model(name)}
+    for text in _texts([[] if request is None else _values(request), others]):
         paths = [place / os.path.expanduser(each) for each in (text, *text.split(","))]
         paths = paths[:1] if _exists(paths[0]) else paths[1:]
         if text in names or not all(map(_exists, paths)):
@@ -73,14 +83,30 @@ def read_inputs(
 
 def absolute_models(request: Request, place: Path) -> dict[str, str]:
     """The absolute path for each model, LoRA and component that a request names by its place."""
-    given = [request.model, *request.components.values()]
-    named = [v for k, v in request.family_options.items() if option_facts(k).get("names_model")]
-    given += [part.strip() for text in _texts(named) for part in text.split(",")]
-    found = {lora.file: lora.path for lora in request.loras}
-    models = [text for text in given if text and not is_listed(text)]
-    found |= {text: Path(os.path.expanduser(text)) for text in models}
+    given = [request.model, request.preview_decoder, *request.components.values()]
+    own = {k: v for k, v in request.family_options.items() if _names_model(k)}
+    found = {lora.file: lora.path for lora in request.loras} | _models_in([given, own])
     whole = {text: place / path for text, path in found.items()}
     return {text: str(path) for text, path in whole.items() if _exists(path) and str(path) != text}
+
+
+def with_absolute_models(named: Mapping[str, Any], place: Path) -> Mapping[str, Any]:
+    """Options that were named again, with the absolute path of each model among them."""
+    models = {k: v for k, v in named.items() if _names_model(k)}
+    whole = {text: place / path for text, path in _models_in(models).items()}
+    return {**named, **with_texts(models, {k: str(v) for k, v in whole.items() if _exists(v)})}
+
+
+def _models_in(value: Any) -> dict[str, Path]:
+    """The path for each text that names a model by its place."""
+    texts = [part.strip() for text in _texts(value) for part in text.split(",")]
+    return {text: Path(os.path.expanduser(text)) for text in texts if not is_listed(text)}
+
+
+def _names_model(name: str) -> bool:
+    """Whether that option names what is too large to be sent."""
+    is_besides = name in ("loras", "components", "preview_decoder")
+    return is_besides or bool(option_facts(name).get("names_model"))
 
 
 def _values(request: Request) -> list[Any]:

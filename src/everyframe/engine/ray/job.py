@@ -7,10 +7,11 @@ from that copy in a new group, on fewer devices if need be.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from everyframe.core.errors import (
     DevicesBusyError,
@@ -24,21 +25,35 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
 from everyframe.engine.ray.group import (
+    HeadLostError,
     RankFailedError,
     RankLostError,
     has_gpus,
     num_free,
     placed_group,
 )
-from everyframe.engine.ray.input_transfer import InputFiles, absolute_models, read_inputs
+from everyframe.engine.ray.input_transfer import (
+    InputFiles,
+    absolute_models,
+    read_inputs,
+    with_absolute_models,
+)
 from everyframe.engine.ray.message_bytes import to_bytes
-from everyframe.engine.ray.run_transfer import RunChanges, RunReader, with_texts, write_changes
+from everyframe.engine.ray.run_transfer import (
+    RunChanges,
+    RunReader,
+    replace_texts,
+    with_texts,
+    write_changes,
+)
 from everyframe.engine.workers.error_transfer import with_resume_hint
 from everyframe.engine.workers.launcher import EventDeduplicator, ranks_of
 from everyframe.engine.workers.stop_switch import StopSwitch
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.runs.folder import Lock, RunFolder, new_run
 
+#: Options of the division among devices, which has another meaning on fewer of them.
+_OF_RANKS = ("parallel", "shares", "shard_weights")
 #: Losses without a newly saved state in between after which a job ends.
 _MOST_LOSSES = 3
 
@@ -105,6 +120,8 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
                 raise run.with_hint(WorkerDiedError(text)) from gone
             begins = "resumes from its last saved state" if run.is_saved else "begins again"
             notes.append(Note(f"{lost}; the run {begins} in a new group"))
+        except HeadLostError as gone:
+            raise run.with_hint(DevicesBusyError(str(gone))) from gone
         except DevicesBusyError as full:
             if not lost:
                 raise
@@ -112,8 +129,9 @@ def _attempts(job: WorkerJob, run: _SavedRun, seconds: float, stop: StopSwitch |
             if fewer < 1:
                 busy = DevicesBusyError(f"{lost}, and no device is free")
                 raise run.with_hint(busy) from full
-            notes.append(Note(f"no {number} devices are free within {seconds:g} s; the run resumes "
-                              f"on {fewer}, which differs by rounding"))  # fmt: skip
+            begins = "resumes" if run.is_saved else "begins again"
+            notes.append(Note(f"no {number} devices are free within {seconds:g} s; the run "
+                              f"{begins} on {fewer}, which differs by rounding"))  # fmt: skip
             number = fewer
             continue
         if is_planned:  # else nothing was handed on that would come again
@@ -174,7 +192,9 @@ class _SavedRun:
         self.notes: list[Event] = []
         self._logged: set[str] = set()
         self._place = place
-        self._named = job.named if job.run is not None else None
+        self._named: Mapping[str, Any] | None = None
+        if job.run is not None and job.named is not None:
+            self._named = with_absolute_models(job.named, place)
         self._folder: RunFolder | None = None
         self._lock: Lock | None = None
         self._has_news = self._has_run = self._has_plan = False
@@ -222,7 +242,8 @@ class _SavedRun:
         if not self.is_saved:
             asked = job.request
             if asked is not None and number != len(job.weights):
-                asked = Request(**{**asked.given(), "num_devices": number})
+                given = {k: v for k, v in asked.given().items() if k not in _OF_RANKS}
+                asked = Request(**{**given, "num_devices": number})
             if asked is not None:
                 asked = with_texts(asked, absolute_models(asked, self._place))
             root = None if self._folder is None else job.root
@@ -246,18 +267,27 @@ class _SavedRun:
         if not self.is_saved:
             return None
         assert self._folder is not None
-        return RunReader(self._folder, is_lead=True).changes()
+        changes = RunReader(self._folder, is_lead=True).changes()
+        request = self._own_request()
+        if changes is None or changes.run is None or request is None:
+            return changes
+        # The nodes have another working folder than the machine that began it.
+        whole = absolute_models(request, self._place)
+        parts = {name: replace_texts(changes.run[name], whole) for name in ("request", "plan")}
+        return replace(changes, run={**changes.run, **parts})
 
     def inputs(self, job: WorkerJob) -> InputFiles:
         """The input files of the job; of a stranger's run only those that were named again."""
-        named = dict(job.named or {})
-        request = job.request
-        if request is None:
-            assert self._folder is not None
-            if self._folder.is_own():
-                found = from_jsonable(self._folder.run()["request"], lambda _: None)
-                request = found if isinstance(found, Request) else None
-        return read_inputs(request, self._place, named)
+        request = self._own_request() if job.request is None else job.request
+        return read_inputs(request, self._place, job.named)
+
+    def _own_request(self) -> Request | None:
+        """The request of the run, unless it is a stranger's."""
+        assert self._folder is not None
+        if not self._folder.is_own():
+            return None
+        found = from_jsonable(self._folder.run()["request"], lambda _: None)
+        return found if isinstance(found, Request) else None
 
     def write(self, changes: RunChanges) -> None:
         """Write what a rank saved; a disk that fails is a note."""

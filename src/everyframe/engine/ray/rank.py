@@ -15,16 +15,18 @@ import shutil
 import socket
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from everyframe._version import __version__
 from everyframe.core.errors import RunLockedError
+from everyframe.core.events import Note
 from everyframe.engine.ray.input_transfer import InputFiles
 from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
 from everyframe.engine.ray.rank_layout import RankJob, RankPlace
@@ -70,12 +72,14 @@ class RayRank:
 
     def __init__(self) -> None:
         _remove_folders_of_the_dead()
-        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._lock = Lock(self._folder / "lock")
+        self._folder, self._lock = _make_locked_folder()
         self._messages: queue.Queue[bytes] = queue.Queue(_MOST_WAITING)
-        self._is_over = False
+        #: The last one, once there is none to come; a message after it, of a log, is dropped.
+        self._last: bytes | None = None
         #: Local path of each input file, by its text on the other side.
         self._texts: dict[str, str] = {}
+        #: Name in the request for each local path, for messages.
+        self._names: dict[str, str] = {}
         # The output of worker and launcher is deleted with this folder, however this process ends.
         os.environ["TMPDIR"] = tempfile.tempdir = str(self._folder)
         _forget_threads_of_ray()
@@ -112,7 +116,7 @@ class RayRank:
             job = self._prepare(asked, folder, from_bytes(run)[1], from_bytes(inputs)[1])
             reader = RunReader(folder, is_lead=is_lead, is_copy=job.run is not None)
         except Exception as error:  # noqa: BLE001 - raised again by the other side
-            yield to_bytes("error", {"error": error_data(error), "keeps": True})
+            yield to_bytes("error", {"error": self._their_error(error), "keeps": True})
             return
         threading.Thread(target=self._work, args=(job, folder), daemon=True).start()
         while True:
@@ -126,7 +130,7 @@ class RayRank:
                 yield to_bytes("state", self._with_their_paths(changes))
             if message:
                 yield message
-                if self._is_over and self._messages.empty():
+                if message is self._last:
                     return
 
     def end(self) -> bytes:
@@ -140,8 +144,10 @@ class RayRank:
         """The job with the paths of this node, after its files were written here."""
         os.environ.update(asked.environment)
         logging.getLogger("everyframe").setLevel(asked.log_level)
-        logging.getLogger("everyframe").addHandler(_ToTheOther(self._messages))
-        texts = self._texts = inputs.write(self._folder / "inputs")
+        logging.getLogger("everyframe").addHandler(_ToTheOther(self._messages, self._their_words))
+        here = self._folder / "inputs"
+        texts, self._names = inputs.write(here), inputs.given_names(here)
+        self._texts = texts
         job = asked.job
         if job.request is not None:
             job = replace(job, request=with_texts(job.request, texts))
@@ -163,6 +169,18 @@ class RayRank:
         parts = {name: replace_texts(changes.run[name], theirs) for name in ("request", "plan")}
         return replace(changes, run={**changes.run, **parts})
 
+    def _their_error(self, error: Exception) -> dict[str, Any]:
+        """The data of an error, which names files as the request does."""
+        data = error_data(error)
+        names = ("text", "file")
+        return data | {k: self._their_words(data[k]) for k in names if data.get(k) is not None}
+
+    def _their_words(self, text: str) -> str:
+        """A message with the request's names in place of the paths of its files on this node."""
+        for here, there in self._names.items():
+            text = text.replace(here, there)
+        return text
+
     def _work_folder(self) -> Path:
         folder = self._folder / "work"
         folder.mkdir(exist_ok=True)
@@ -172,26 +190,29 @@ class RayRank:
         """Forward the events of the worker process, then its error or the end."""
         try:
             for event in run_in_workers(job, self._work_folder()):
+                if isinstance(event, Note):
+                    event = replace(event, text=self._their_words(event.text))
                 self._messages.put(to_bytes("event", event))
             last = to_bytes("end")
         except Exception as error:  # noqa: BLE001 - raised again by the other side
             is_left = job.rank > 0 or (folder.path / "run.json").is_file()
-            last = to_bytes("error", {"error": error_data(error), "keeps": is_left})
-        self._is_over = True
+            last = to_bytes("error", {"error": self._their_error(error), "keeps": is_left})
+        self._last = last
         self._messages.put(last)
 
 
 class _ToTheOther(logging.Handler):
     """Sends log records to the other side."""
 
-    def __init__(self, messages: queue.Queue[bytes]) -> None:
+    def __init__(self, messages: queue.Queue[bytes], words: Callable[[str], str]) -> None:
         super().__init__()
         self._messages = messages
+        self._words = words
 
     def emit(self, record: logging.LogRecord) -> None:
         """Queue a record; a full queue drops it, since events matter more."""
         with suppress(queue.Full):
-            entry = [record.name, record.levelno, self.format(record)]
+            entry = [record.name, record.levelno, self._words(self.format(record))]
             self._messages.put_nowait(to_bytes("log", entry))
 
 
@@ -218,6 +239,16 @@ def _forget_threads_of_ray() -> None:
     began = Path("/proc/self/environ")
     if began.exists() and b"\0OMP_NUM_THREADS=" not in b"\0" + began.read_bytes():
         os.environ.pop("OMP_NUM_THREADS", None)
+
+
+def _make_locked_folder() -> tuple[Path, Lock]:
+    """A new folder and its lock.
+
+    It has its name only once it is locked: a rank that starts at this moment removes what is not.
+    """
+    new = Path(tempfile.mkdtemp(prefix=f"new-{_PREFIX}"))
+    lock = Lock(new / "lock")
+    return new.rename(new.with_name(new.name.removeprefix("new-"))), lock
 
 
 def _remove_folders_of_the_dead() -> None:

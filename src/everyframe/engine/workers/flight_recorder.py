@@ -55,9 +55,11 @@ class LastPosition:
     def __str__(self) -> str:
         if not self.stage:
             return "before its first stage"
-        step = f"step {self.step} of {self.num_steps} of " if self.num_steps else ""
+        where = f"in step {self.step} of {self.num_steps} of " if self.num_steps else "in "
+        if 0 < self.num_steps < self.step:  # a pipeline's decoder, or what is yet to be sent
+            where = f"after step {self.num_steps} of {self.num_steps} of "
         module = f", in {self.module}" if self.module else ""
-        return f"in {step}{self.stage}{module}" + (f" on {self.operand}" if self.operand else "")
+        return f"{where}{self.stage}{module}" + (f" on {self.operand}" if self.operand else "")
 
 
 class FlightRecorder:
