@@ -19,7 +19,7 @@ import pytest
 from everyframe.core.events import Event
 from everyframe.hardware import throughput
 from everyframe.ops.native import library
-from helpers import fake_cpus
+from helpers import fake_cpus, freed_memory
 
 if TYPE_CHECKING:
     from helpers.planted_compiler import PlantedCompiler
@@ -43,12 +43,13 @@ os.environ["XDG_STATE_HOME"] = str(Path(_CACHE.name, "state"))
 # large. By less of it a forecast is as much a forecast; `hardware/test_throughput.py` has the
 # whole.
 throughput._CPU_OPERATIONS, throughput._ENOUGH = 6e6, 0.0
+freed_memory.keep()
 #: What processes of the tests are forked from has imported these, whoever starts the first one:
 #: there is one such server for all of them, and diffusers takes seconds in each that lacks it.
 PRELOAD = [
     "torch", "transformers", "diffusers.pipelines.latte.pipeline_latte", "everyframe.engine.run",
     "everyframe.dry_run.executor", "everyframe.families.opensora.stages",
-    "everyframe.families.svd.unet",
+    "everyframe.families.svd.unet", "helpers.rank_pool",
 ]  # fmt: skip
 # Some of them ask torch for cards as they are imported, after which no process that is forked from
 # theirs may use one. Where there are cards, such processes begin as users' do: with torch alone.

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 from torch.overrides import TorchFunctionMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -159,6 +158,8 @@ def test_the_call_is_made_in_the_callers_thread(wan: Any) -> None:
 def test_a_compiled_pipeline_is_compiled_once(
     tiny_models: Callable[[str], Path], way: str, make: Any
 ) -> None:
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
     pipe, counter = loaded(tiny_models("wan")), CompileCounter()
     for name in ("transformer", "transformer_2"):

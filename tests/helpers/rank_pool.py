@@ -21,6 +21,7 @@ import torch
 
 from everyframe.parallel.communicator import Communicator, SingleRank, TorchCommunicator
 from everyframe.parallel.rendezvous import destroy, join_ranks
+from helpers import freed_memory
 
 PATIENCE = 240.0
 FAST = (1, 2, 3, 5)
@@ -140,6 +141,7 @@ class _Meeting:
 
 def _serve(rank: int, meeting: _Meeting, pipe: Any, supplied: bool) -> None:
     torch.set_num_threads(1)
+    freed_memory.keep()
     groups = meeting.joined(rank, supplied=supplied)
     pipe.send("met")
     while True:

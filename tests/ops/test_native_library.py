@@ -24,13 +24,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A library that was compiled here."""
-    folder = tmp_path_factory.mktemp("kernels")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EVERYFRAME_CACHE", str(folder))
-        library._load()
-    (path,) = folder.glob("native/*.so")
+def made() -> Path:
+    """The library that was compiled for all tests; with it, or as a copy with its modes."""
+    library._load()
+    (path,) = Path(os.environ["EVERYFRAME_CACHE"], "native").glob("*.so")
     return path
 
 

@@ -83,24 +83,30 @@ def test_without_a_place_for_a_key_nothing_is_signed(
     assert not is_signed({**VALUES, "signature": "0" * 64})
 
 
+#: How often processes create the key at once.
+_TURNS = 10
+
+
 def _sign(barrier: Any, found: Any) -> None:
-    barrier.wait()
-    found.put(sign(VALUES)["signature"])
+    for _ in range(_TURNS):
+        barrier.wait(60)
+        found.put(sign(VALUES)["signature"])
 
 
 def test_processes_that_create_the_key_at_once_have_the_same() -> None:
     fork = multiprocessing.get_context("fork")
-    for _ in range(10):
-        barrier, found = fork.Barrier(4), fork.Queue()
-        processes = [fork.Process(target=_sign, args=(barrier, found)) for _ in range(4)]
-        for process in processes:
-            process.start()
+    barrier, found = fork.Barrier(4 + 1), fork.Queue()
+    processes = [fork.Process(target=_sign, args=(barrier, found), daemon=True) for _ in range(4)]
+    for process in processes:
+        process.start()
+    for _ in range(_TURNS):
+        barrier.wait(60)
         signatures = {found.get(timeout=60) for _ in processes}
-        for process in processes:
-            process.join()
         assert signatures == {sign(VALUES)["signature"]}
         assert [*key_file().parent.iterdir()] == [key_file()]
         key_file().unlink()
+    for process in processes:
+        process.join()
 
 
 @pytest.mark.parametrize("name", ["tensors", "state.json.unfinished", "answers/3", "pipe"])

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
-pytest.importorskip("openai", reason="the package openai is not installed (extra [dev])")
 
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
 from everyframe.server.settings import Limits
 from helpers.fake_executor import FakeExecutor
-from helpers.openai_conformance import Conformance
 from helpers.server_app import ServedApp, key, listening
+
+# Not imported here: its client takes half a second of each process that collects this file.
+pytestmark = pytest.mark.skipif(
+    find_spec("openai") is None, reason="the package openai is not installed (extra [dev])"
+)
 
 #: Checks that the script has.
 NUM_CHECKS = 27
@@ -51,6 +55,8 @@ def address(tmp_path: Path) -> Iterator[str]:
 
 
 def test_every_check_holds(address: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from helpers.openai_conformance import Conformance
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         checks = Conformance(address, "secret")
@@ -60,6 +66,8 @@ def test_every_check_holds(address: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_miss_is_seen(address: str) -> None:
+    from helpers.openai_conformance import Conformance
+
     checks = Conformance(address, "another key")
     assert checks.run() > 0
     assert "create_and_life ends" in checks.misses

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 import torch
-from torch._dynamo.testing import CompileCounter
 
 from everyframe.core.events import Event, Repaired, Step
 from helpers.diagonals import diagonal
@@ -17,9 +16,14 @@ from helpers.guard_pipelines import planted
 from helpers.pipeline_calls import ours, theirs
 from helpers.tiny_checkpoints.pipelines import loaded
 
+if TYPE_CHECKING:  # every process of the tests collects this file
+    from torch._dynamo.testing import CompileCounter
+
 
 @pytest.fixture
 def counter() -> Iterator[CompileCounter]:
+    from torch._dynamo.testing import CompileCounter
+
     torch._dynamo.reset()
     yield CompileCounter()
     torch._dynamo.reset()

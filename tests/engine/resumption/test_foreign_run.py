@@ -90,9 +90,21 @@ def test_an_own_run_goes_on_as_ever(run: RunFolder, model: str, tmp_path: Path) 
     np.testing.assert_array_equal(video.frames, other.frames)
 
 
-@pytest.mark.parametrize("how", ["edited", "unsigned", "another user"])
+@pytest.mark.parametrize(
+    ("how", "has_worker"),
+    [
+        ("edited", False), ("unsigned", False), ("another user", True),
+        # Each starts a process, to ask the same of what is the same there.
+        *(pytest.param(how, True, marks=pytest.mark.slow) for how in ("edited", "unsigned")),
+    ],
+)  # fmt: skip
 def test_what_a_strangers_run_asks_for_is_named_again(
-    how: str, run: RunFolder, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    how: str,
+    has_worker: bool,
+    run: RunFolder,
+    model: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if how == "edited":
         edited(run, place="/nowhere")
@@ -104,7 +116,7 @@ def test_what_a_strangers_run_asks_for_is_named_again(
     for refused in (
         lambda: everyframe.resume(run.path),
         lambda: [*resume_run(run)],
-        lambda: [*run_in_workers(WorkerJob(run=run.path))],
+        *([lambda: [*run_in_workers(WorkerJob(run=run.path))]] if has_worker else []),
     ):
         with pytest.raises(InputError, match=message):
             refused()
