@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.precision.cast_hooks import is_cast_hook
+from everyframe.precision.plain_tensors import is_plain
 
 
 class NotCompilableError(Exception):
@@ -268,8 +269,9 @@ def copy_with(block: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Dtype, device kind, sizes and strides: what compiled code of a weight depends on."""
-    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+    """Dtype, device, sizes, strides, own class: what compiled code of a weight depends on."""
+    own = () if is_plain(tensor) else (type(tensor),)  # a quantizer's, whose numbers are others
+    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), *own)
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:
