@@ -68,6 +68,14 @@ def is_stateless(value: object) -> bool:
     return bool(getattr(type(value), "is_stateless", False)) and not vars(value)
 
 
+def _by(own: Mapping[str, Any]) -> str:
+    """What replaced the call of a module with these attributes, as far as they tell."""
+    names = ", ".join(getattr(own.get("_diffusers_hook"), "hooks", ()))
+    if names:
+        return f"hooks of diffusers (step cache, offloading or casts): {names}"
+    return "offloading of accelerate" if "_hf_hook" in own else "another function"
+
+
 class Description:
     """Plain data that describes a block, with what was read for it.
 
@@ -106,7 +114,7 @@ class Description:
         replaced = own.get("forward")
         # Removed hooks of diffusers leave the class's own there, bound to the module.
         if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
-            raise NotCompilableError(f"the call of {name or 'the block'} is replaced (offloading?)")
+            raise NotCompilableError(f"the call of {name or 'the block'} is replaced by {_by(own)}")
         call = self._call(module, "forward", name)
         hooks: list[tuple[Any, ...]] = []
         for kind in _CALL_HOOKS:
