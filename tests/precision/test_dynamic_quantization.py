@@ -118,6 +118,29 @@ def test_only_what_is_right_and_faster_is_quantized(
     assert relative(model, plain) == 0.0
 
 
+class Packed(torch.Tensor):
+    """A weight of a quantizer's class."""
+
+
+def test_no_lora_is_fused_into_layers_that_multiply_in_eight_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It ended in an error of torchao's about an operation that it lacks."""
+    peft = pytest.importorskip("peft", reason="diffusers loads LoRAs with it")
+
+    def pack(layer: torch.nn.Linear, _: object) -> None:
+        layer.weight = torch.nn.Parameter(layer.weight.data.as_subclass(Packed), False)
+
+    monkeypatch.setattr(dynamic_quantization, "_torchao", lambda _: (pack, None))
+    monkeypatch.setattr(dynamic_quantization, "_why_not", lambda *_: None)
+    model = peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["linear"]), made())
+    everyframe.quantize(model, "int8-dynamic")
+    for block in model.blocks:
+        assert type(block.linear.base_layer.weight) is Packed
+        with pytest.raises(InputError, match=r"fuse it before everyframe\.quantize"):
+            block.linear.merge()
+
+
 def test_scaled_products_need_a_card() -> None:
     pytest.importorskip("torchao")
     with pytest.raises(InputError, match=r"compute capability 8\.9"):

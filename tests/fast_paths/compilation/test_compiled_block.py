@@ -326,32 +326,6 @@ def test_torch_compile_is_certified_too(compiler: PlantedCompiler) -> None:
     assert [*other.report.notes] == ["torch.compile: planted (planted)"]
 
 
-def test_weights_of_another_kind_are_left_to_torch_compile(compiler: PlantedCompiler) -> None:
-    """torchao's have another meaning than their sizes say."""
-
-    class Doubled(Tensor):
-        pass
-
-    asked: list[Any] = []
-    model = made()
-    for block in blocks_of(model):
-        weight = block.linear.weight.data.as_subclass(Doubled)
-        block.linear.weight = nn.Parameter(weight, requires_grad=False)
-    by_torch(model, asked)
-    check(model, *inputs())
-    assert len(asked) == 1  # its result is such a tensor too, which the next block runs as written
-    assert compiler.count == 0
-
-
-def test_too_many_ways_run_as_written(compiler: PlantedCompiler, monkeypatch: Any) -> None:
-    monkeypatch.setattr(compiled_block, "_MOST", 3)
-    model = everyframe.compile(made())
-    for gain in (1.0, 2.0, 3.0, 4.0, 5.0):
-        check(model, *inputs(), gain)
-    assert compiler.count == 3
-    assert any("ways" in note for note in compiled_blocks(model)["blocks.0"].report.notes)
-
-
 def test_other_source_is_another_package(
     compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers.hooks import HookRegistry, ModelHook
 from diffusers.models.attention_dispatch import attention_backend
 from torch import Tensor, nn
@@ -128,11 +129,25 @@ def test_a_block_is_compiled_again_without_its_hook() -> None:
     torch.testing.assert_close(result(model), want, rtol=2e-5, atol=2e-5)
     (report, _) = [each.report for each in compiled_blocks(model).values()]
     assert any("is replaced" in note for note in report.notes)
+    assert all(note.endswith("(step cache, offloading or casts): cache") for note in report.notes)
     for block in model.blocks:
         block._diffusers_hook.remove_hook("cache")
     report.notes.clear()
     torch.testing.assert_close(result(model), want, rtol=2e-5, atol=2e-5)
     assert not report.notes
+
+
+def test_what_replaces_a_call_is_named() -> None:
+    """Caches and casts were taken for offloading."""
+    model, plain = everyframe.compile(made()), made()
+    first, second = model.blocks
+    add_hook_to_module(first.linear, AlignDevicesHook(execution_device="cpu"))  # type: ignore[no-untyped-call]
+    vars(second.norm)["forward"] = lambda x: type(second.norm).forward(second.norm, x)
+    torch.testing.assert_close(result(model), result(plain), rtol=2e-5, atol=2e-5)
+    assert [[*block.report.notes] for block in compiled_blocks(model).values()] == [
+        ["the call of linear is replaced by offloading of accelerate"],
+        ["the call of norm is replaced by another function"],
+    ]
 
 
 def test_a_block_by_torch_compile_keeps_no_tensors_of_a_call(

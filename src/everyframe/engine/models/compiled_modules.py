@@ -147,17 +147,19 @@ def quantize(
             for layer in part.modules():
                 if is_saved and isinstance(layer, QuantizedLinear):
                     layer.register_state_dict_post_hook(save_wide)  # type: ignore[no-untyped-call]
-                if isinstance(getattr(layer, "base_layer", None), QuantizedLinear):
-                    layer.merge = _refuse_merge  # type: ignore[assignment]
-            continue
-        for note in dynamic_quantization.quantize_products(part, kind):
-            message = f"{name}: {note}" if name else note
-            warnings.warn(message, EveryframeWarning, stacklevel=2)
+        else:
+            for note in dynamic_quantization.quantize_products(part, kind):
+                message = f"{name}: {note}" if name else note
+                warnings.warn(message, EveryframeWarning, stacklevel=2)
+        for layer in part.modules():
+            inner = getattr(layer, "base_layer", None)
+            if isinstance(inner, nn.Module) and _is_quantized(inner):
+                layer.merge = _refuse_merge  # type: ignore[assignment]
     return model
 
 
 def _refuse_merge(*_: object, **__: object) -> NoReturn:
-    """In place of peft's, which casts a LoRA to eight bits and so adds nothing."""
+    """In place of peft's, which adds nothing to codes, and can't add to torchao's tensors."""
     raise InputError(
         "no LoRA can be fused into quantized weights; fuse it before everyframe.quantize, or leave "
         "it beside them"

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.precision.cast_hooks import is_cast_hook
+from everyframe.precision.plain_tensors import is_plain
 
 
 class NotCompilableError(Exception):
@@ -67,6 +68,14 @@ def is_stateless(value: object) -> bool:
     return bool(getattr(type(value), "is_stateless", False)) and not vars(value)
 
 
+def _by(own: Mapping[str, Any]) -> str:
+    """What replaced the call of a module with these attributes, as far as they tell."""
+    names = ", ".join(getattr(own.get("_diffusers_hook"), "hooks", ()))
+    if names:
+        return f"hooks of diffusers (step cache, offloading or casts): {names}"
+    return "offloading of accelerate" if "_hf_hook" in own else "another function"
+
+
 class Description:
     """Plain data that describes a block, with what was read for it.
 
@@ -105,7 +114,7 @@ class Description:
         replaced = own.get("forward")
         # Removed hooks of diffusers leave the class's own there, bound to the module.
         if replaced is not None and getattr(replaced, "__func__", None) is not type(module).forward:
-            raise NotCompilableError(f"the call of {name or 'the block'} is replaced (offloading?)")
+            raise NotCompilableError(f"the call of {name or 'the block'} is replaced by {_by(own)}")
         call = self._call(module, "forward", name)
         hooks: list[tuple[Any, ...]] = []
         for kind in _CALL_HOOKS:
@@ -268,8 +277,9 @@ def copy_with(block: nn.Module, change: Callable[[Tensor], Tensor]) -> nn.Module
 
 
 def layout_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Dtype, device kind, sizes and strides: what compiled code of a weight depends on."""
-    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+    """Dtype, device, sizes, strides, own class: what compiled code of a weight depends on."""
+    own = () if is_plain(tensor) else (type(tensor),)  # a quantizer's, whose numbers are others
+    return (tensor.dtype, tensor.device, tensor.shape, tensor.stride(), *own)
 
 
 def flatten(value: Any, tensors: list[Tensor]) -> Any:

@@ -53,15 +53,14 @@ from everyframe.fast_paths.compilation.package_store import Package, machine
 from everyframe.fast_paths.compilation.process_settings import read_settings
 from everyframe.hardware.thread_state import computes_plainly
 from everyframe.precision.cast_hooks import map_tensors
+from everyframe.precision.plain_tensors import is_plain
 
 _log = logging.getLogger(__name__)
 
-#: Kinds of calls of one block that are compiled; further ones (a number that changes at every call)
-#: run as written.
+#: Packages of a block between two changes of it, those that were refused among them, and changes
+#: for which there are packages. Others (a number that is another in every call) run as written.
 _MOST = 8
-
-#: Types of tensors that are what they hold.
-_PLAIN = (Tensor, nn.Parameter)
+_CHANGED = "it was changed too often, as by an adapter's scale; everyframe.compile it again"
 
 _LOCK = threading.RLock()
 
@@ -159,13 +158,15 @@ class CompiledBlock:
         self._dynamic, self._compiles, self._warns = dynamic, compiles, warns
         self._fallback = fallback
         self._state = BlockState()
-        self._runs: dict[Any, Run] = {}
+        self._runs: dict[Any, Run | str] = {}  # or why a package was refused
+        # Digests of packages that were compiled or found, by the state that they are for.
+        self._ways: dict[str, set[str]] = {}
         self.report = BlockReport()
 
     @property
     def is_compiled(self) -> bool:
         """Whether any call was computed by compiled code."""
-        return bool(self._runs)
+        return any(map(callable, self._runs.values()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         block = self._block()
@@ -193,6 +194,8 @@ class CompiledBlock:
                 call = _Call(block, (args, kwargs), weights, tensors)
                 self._runs[key] = self._choose_run(call, key)
             run = self._runs[key]
+            if isinstance(run, str):
+                raise NotCompilableError(run)
         except NotCompilableError as error:
             self._note(block, str(error))
             run = None
@@ -224,14 +227,14 @@ class CompiledBlock:
             raise NotCompilableError(state.why_not)
         return [found[number] for number in state.first]  # type: ignore[misc]
 
-    def _choose_run(self, call: _Call, key: tuple[Any, ...]) -> Run:
-        """How calls like this one are computed.
+    def _choose_run(self, call: _Call, key: tuple[Any, ...]) -> Run | str:
+        """How calls like this one are computed; as written for good, for a reason.
 
         Raises:
-            NotCompilableError: as written, for this reason.
+            NotCompilableError: this one is computed as written, for this reason.
         """
         tensors = call.tensors
-        if not tensors or any(type(each) not in _PLAIN or each.is_meta for each in tensors):
+        if not tensors or any(not is_plain(each) or each.is_meta for each in tensors):
             raise NotCompilableError("its arguments are no plain tensors")
         # With the kinds of arguments, without their sizes: those are the packages' conditions.
         kinds = [(each.dtype, each.device.type, each.ndim, format_of(each)) for each in tensors]
@@ -243,8 +246,9 @@ class CompiledBlock:
             package = self._find(name, call)
             if package is None:
                 return self._make(call, name)
+            self._count(package)
             if package.verdict == "refused":
-                raise NotCompilableError(package.reason)
+                return package.reason
             if not package.library:
                 return self._compile_by_torch(call)
             loaded = _LOADED[package.digest, device]
@@ -282,16 +286,19 @@ class CompiledBlock:
         """Compile a package for this call and try it on its inputs."""
         if not self._compiles:
             raise NotCompilableError("it isn't compiled yet (`everyframe compile` does it)")
-        if len(self._runs) >= _MOST:
+        ways = self._ways.get(self._state.key, ())
+        if len(ways) >= _MOST:
             raise NotCompilableError(f"it is called in more than {_MOST} ways")
+        if not ways and len(self._ways) >= _MOST:
+            raise NotCompilableError(_CHANGED)
         if changes_state(call.block, call.given):
             why = "its calls change its attributes, or the lists that they are given"
-            package_store.keep(replace(_draft(call, name, _all_sizes(call), 0.0), reason=why))
+            self._keep(replace(_draft(call, name, _all_sizes(call), 0.0), reason=why))
             raise NotCompilableError(why)
         began = time.perf_counter()
         with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
             try:
-                if any(type(each) not in _PLAIN for each in call.weights):
+                if not all(map(is_plain, call.weights)):
                     raise NotCompilableError("its weights are no plain tensors")
                 made = compile_block(call.block, *call.given, Path(folder), dynamic=self._dynamic)
             except NotCompilableError as error:
@@ -301,7 +308,7 @@ class CompiledBlock:
                 result=made.result, library=package_store.digest_of(made.library),
             )  # fmt: skip
             package = _try(draft, call, LoadedPackage(draft, made.library, call.device).run)
-            package_store.keep(package, made.library)
+            self._keep(package, made.library)
         if package.verdict == "refused":
             raise NotCompilableError(package.reason)
         library = package_store.library_of(package)
@@ -309,6 +316,13 @@ class CompiledBlock:
         loaded = _LOADED[package.digest, call.device] = LoadedPackage(package, library, call.device)
         self.report.packages[package.digest] = package
         return loaded.run
+
+    def _keep(self, package: Package, library: Path | None = None) -> None:
+        package_store.keep(package, library)
+        self._count(package)
+
+    def _count(self, package: Package) -> None:
+        self._ways.setdefault(self._state.key, set()).add(package.digest)
 
     def _try_torch_compile(self, call: _Call, name: str, why: str) -> Run:
         """`torch.compile` of a block that can't be exported, if it is right and faster.
@@ -321,7 +335,7 @@ class CompiledBlock:
         package = _try(_draft(call, name, _all_sizes(call), 0.0), call, run)
         if package.verdict == "refused":
             package = replace(package, reason=f"torch.compile: {package.reason} ({why})")
-        package_store.keep(package)
+        self._keep(package)
         if package.verdict == "refused":
             raise NotCompilableError(package.reason)
         return run
@@ -357,7 +371,7 @@ def _has_changing_hooks() -> bool:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.device, tensor.shape, format_of(tensor)
+    return type(tensor), tensor.dtype, tensor.device, tensor.shape, format_of(tensor)
 
 
 def _all_sizes(call: _Call) -> CallSizes:
