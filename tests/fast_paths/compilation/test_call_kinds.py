@@ -109,18 +109,43 @@ class Doubled(Tensor):
         return result.as_subclass(Tensor).sin()
 
 
-@torch.no_grad()
-def test_weights_of_a_class_of_their_own_are_left_to_torch_compile(
-    compiler: PlantedCompiler,
-) -> None:
-    """Also those that come after plain ones, as a quantizer sets them in a compiled model."""
-    asked: list[Any] = []
-    model = made()
+def by_torch(model: Model, asked: list[Any]) -> None:
+    """Compile a model, with a torch.compile that only counts."""
     for block in model.blocks:
         block._compiled_call_impl = compiled_block.CompiledBlock(
             block, dynamic=True, compiles=True, warns=True,
             fallback=lambda call: asked.append(call) or call,
         )  # fmt: skip
+
+
+def test_weights_of_another_kind_are_left_to_torch_compile(compiler: PlantedCompiler) -> None:
+    """torchao's have another meaning than their sizes say."""
+
+    class Another(Tensor):
+        pass
+
+    asked: list[Any] = []
+    model, plain = made(), made()
+    for block in (*model.blocks, *plain.blocks):
+        assert isinstance(block, Block)
+        weight = block.linear.weight.data.as_subclass(Another)
+        block.linear.weight = nn.Parameter(weight, requires_grad=False)
+    by_torch(model, asked)
+    with torch.no_grad():
+        found, wanted = (each(*inputs()).as_subclass(Tensor) for each in (model, plain))
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5)
+    assert len(asked) == 1  # its result is such a tensor too, which the next block runs as written
+    assert compiler.count == 0
+
+
+@torch.no_grad()
+def test_weights_that_get_a_class_of_their_own_are_left_to_torch_compile(
+    compiler: PlantedCompiler,
+) -> None:
+    """As a quantizer sets them in a compiled model."""
+    asked: list[Any] = []
+    model = made()
+    by_torch(model, asked)
     before = model(*inputs())
     for block in (*model.blocks, *(plain := made()).blocks):
         assert isinstance(block, Block)

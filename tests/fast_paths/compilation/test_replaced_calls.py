@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -12,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from diffusers.hooks import HookRegistry, ModelHook
+from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import attention_backend
+from diffusers.models.transformers import transformer_wan
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import Tensor, nn
 
 import everyframe
+from everyframe.fast_paths.compilation.block_state import Description, StateWatch, describe
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from helpers.compiled_blocks import Block, Model, Processor, inputs, made
 from helpers.planted_compiler import PlantedCompiler
@@ -64,6 +69,76 @@ def test_another_function_of_a_class_is_called(
         assert float((before - after).abs().max()) > 0.01
         torch.testing.assert_close(after, result(plain), rtol=2e-5, atol=2e-5)
     torch.testing.assert_close(result(compiled), result(plain), rtol=2e-5, atol=2e-5)
+
+
+def swing(x: Tensor) -> Tensor:
+    return x.sin() * GAIN
+
+
+GAIN = 2.0
+
+
+class Helped(nn.Module):
+    """Calls a function of its module and a method, and reads numbers of both."""
+
+    shift = 0.25
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shifted(swing(x))
+
+    def shifted(self, x: Tensor) -> Tensor:
+        """As diffusers' attention modules prepare a mask."""
+        return x + self.shift
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "other"),
+    [
+        (sys.modules[__name__], "swing", torch.cos),
+        (sys.modules[__name__], "swing", lambda x: x.cos()),
+        (sys.modules[__name__], "swing", functools.partial(torch.mul, other=3.0)),
+        (sys.modules[__name__], "swing", functools.cache(lambda x: x.cos())),
+        (sys.modules[__name__], "GAIN", 3.0),
+        (Helped, "shifted", lambda self, x: x - self.shift),
+        (Helped, "shift", 0.5),
+    ],
+)
+@torch.no_grad()
+def test_what_a_block_finds_by_name_is_another(
+    owner: Any, name: str, other: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those do it who set their own attention in a module of diffusers."""
+    model, x = nn.Module(), torch.randn(3, 4)
+    model.blocks = nn.ModuleList([Helped()])
+    everyframe.compile(model)
+    (block,) = model.blocks
+    before = block(x)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, other)
+        wanted = Helped()(x)
+        assert float((wanted - before).abs().max()) > 0.01
+        torch.testing.assert_close(block(x), wanted)
+    torch.testing.assert_close(block(x), before)
+
+
+def test_an_attention_in_a_module_of_diffusers_is_another_state() -> None:
+    """And the file of diffusers' own is among those whose change has blocks compiled again."""
+    block = WanTransformerBlock(dim=8, ffn_dim=8, num_heads=1)
+    description = Description()
+    description.read(block)
+    assert attention_dispatch.__file__ in description.files
+    before, watch = describe(block).key, StateWatch(description)
+    assert watch.is_unchanged()
+    for owner, name, other in (
+        (transformer_wan, "dispatch_attention_fn", lambda *given, **_: given[0]),
+        (transformer_wan.WanAttnProcessor, "_attention_backend", "_native_math"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(owner, name, other)
+            assert not watch.is_unchanged()
+            assert describe(block).key != before
+    assert watch.is_unchanged()
+    assert describe(block).key == before
 
 
 class Attending(nn.Module):

@@ -11,18 +11,17 @@ from __future__ import annotations
 import copy
 import enum
 import functools
-import hashlib
-import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from operator import is_
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from everyframe.fast_paths.compilation.called_functions import NamedValue, find_named_values
+from everyframe.fast_paths.compilation.source_digest import digest, source_digest, source_files
 from everyframe.precision.cast_hooks import is_cast_hook
 from everyframe.precision.plain_tensors import is_plain
 
@@ -44,6 +43,9 @@ _BOOKKEEPING = frozenset({
     "_is_full_backward_hook", "_forward_hooks", "_forward_pre_hooks", "_forward_hooks_with_kwargs",
     "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called", "forward",
 })  # fmt: skip
+
+#: In configs of diffusers, names of the values that nobody gave, in another order in each process.
+_DEFAULTED = "_use_default_values"
 
 _CALL_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
@@ -70,8 +72,7 @@ def is_stateless(value: object) -> bool:
 
 def _by(own: Mapping[str, Any]) -> str:
     """What replaced the call of a module with these attributes, as far as they tell."""
-    names = ", ".join(getattr(own.get("_diffusers_hook"), "hooks", ()))
-    if names:
+    if names := ", ".join(getattr(own.get("_diffusers_hook"), "hooks", ())):
         return f"hooks of diffusers (step cache, offloading or casts): {names}"
     return "offloading of accelerate" if "_hf_hook" in own else "another function"
 
@@ -83,6 +84,7 @@ class Description:
         data: nested tuples of texts and numbers.
         containers: dictionaries and lists that were read; a change of one changes the data.
         calls: objects, and the name and function by which their classes answer calls.
+        named: what functions of the block find by name.
         files: source files of the classes and functions.
     """
 
@@ -90,6 +92,9 @@ class Description:
         self.containers: dict[int, Any] = {}
         self.calls: list[tuple[object, str, Any]] = []
         self.files: set[str] = set()
+        self.named: list[NamedValue] = []
+        self._functions: list[types.FunctionType] = []
+        self._classes: dict[type, None] = {}
         self._seen: dict[int, int] = {}
         self._held: list[object] = []  # so that no other object gets the id of one that was seen
         self.data: Any = None
@@ -100,7 +105,14 @@ class Description:
         Raises:
             NotCompilableError: something in it can't be described; what was read is watched still.
         """
-        self.data = self._module(block, "", is_root=True)
+        data = self._module(block, "", is_root=True)
+        self.named, files = find_named_values(self._functions, self._classes)
+        self.files |= files
+        for each in self.named:
+            if each.is_opaque:
+                kind = type(each.value).__name__
+                raise NotCompilableError(f"{each.name} is a {kind}, which can't be compared")
+        self.data = (data, sorted(each.description for each in self.named))
 
     def _module(self, module: nn.Module, name: str, *, is_root: bool = False) -> Any:
         if id(module) in self._seen:
@@ -153,6 +165,7 @@ class Description:
         return (self._value(hook, name),)
 
     def _class(self, cls: type) -> str:
+        self._classes[cls] = None
         self.files |= source_files(cls)
         return f"{cls.__module__}.{cls.__qualname__}"
 
@@ -178,7 +191,11 @@ class Description:
             return (type(value).__name__, *(self._value(each, place) for each in items))
         if isinstance(value, Mapping):
             self.containers[id(value)] = value
-            pairs = ((repr(key), self._value(each, place)) for key, each in value.items())
+            pairs = (
+                (repr(key), self._value(each, place))
+                for key, each in value.items()
+                if key != _DEFAULTED
+            )
             return (type(value).__name__, *pairs)
         return self._object(value, place)
 
@@ -192,12 +209,11 @@ class Description:
             name = getattr(called, "__qualname__", None)  # torchao binds partials
             return (name or self._value(called, place), self._value(owner, place))
         if isinstance(value, types.FunctionType):
-            code = value.__code__
-            self.files.add(code.co_filename)
+            self._functions.append(value)
             cells = [cell.cell_contents for cell in value.__closure__ or ()]
             extra = (cells, list(value.__defaults__ or ()), dict(value.__kwdefaults__ or {}))
-            name = f"{value.__module__}.{value.__qualname__}"
-            return (name, code.co_firstlineno, *(self._value(each, place) for each in extra))
+            name = f"{value.__module__}.{value.__qualname__}:{value.__code__.co_firstlineno}"
+            return (name, *(self._value(each, place) for each in extra))
         if isinstance(value, types.BuiltinFunctionType) or not hasattr(value, "__dict__"):
             if isinstance(value, types.BuiltinFunctionType) and value.__module__:
                 return (f"{value.__module__}.{value.__qualname__}",)
@@ -218,7 +234,7 @@ class StateWatch:
     """
 
     def __init__(self, description: Description) -> None:
-        self._calls = description.calls
+        self._calls, self._named = description.calls, description.named
         held = description.containers.values()
         # Most are empty, such as hooks, and one pass over their lengths does for all of those.
         self._empty = [each for each in held if not each]
@@ -236,6 +252,8 @@ class StateWatch:
         if any(map(len, self._empty)):
             return False
         if any(getattr(type(owner), name) is not called for owner, name, called in self._calls):
+            return False
+        if not all(each.is_unchanged() for each in self._named):
             return False
         for each, keys, values in self._maps:
             if len(each) != len(keys) or not all(map(is_, each.values(), values)):
@@ -308,36 +326,6 @@ def flatten(value: Any, tensors: list[Tensor]) -> Any:
     if is_stateless(value):
         return (type(value), _class_source(value.__class__))
     raise NotCompilableError(f"an argument is a {type(value).__name__}")
-
-
-def source_files(cls: type) -> set[str]:
-    """Source files of a class and its bases, without torch's."""
-    names = {each.__module__ for each in cls.__mro__ if not each.__module__.startswith("torch.")}
-    files = (getattr(sys.modules.get(name), "__file__", None) for name in names)
-    return {str(file) for file in files if file}
-
-
-def digest(value: Any) -> str:
-    """Hash of a description, 24 hexadecimal digits."""
-    return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
-
-
-@functools.lru_cache(maxsize=1024)
-def _file_digest(path: str, changed: int, size: int) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:24]
-
-
-def source_digest(files: set[str]) -> str:
-    """Digest of source files by their content; files that are not there count by name."""
-    found = []
-    for path in files:
-        try:
-            facts = Path(path).stat()
-        except OSError:
-            found.append(Path(path).name)  # code that was typed in
-            continue
-        found.append(_file_digest(path, facts.st_mtime_ns, facts.st_size))
-    return digest(sorted(found))
 
 
 @functools.cache

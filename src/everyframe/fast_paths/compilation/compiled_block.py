@@ -38,7 +38,6 @@ from everyframe.fast_paths.compilation.block_state import (
     BlockState,
     NotCompilableError,
     describe,
-    digest,
     flatten,
     layout_of,
     only_watches,
@@ -51,6 +50,7 @@ from everyframe.fast_paths.compilation.block_trial import (
 )
 from everyframe.fast_paths.compilation.package_store import Package, machine
 from everyframe.fast_paths.compilation.process_settings import read_settings
+from everyframe.fast_paths.compilation.source_digest import digest
 from everyframe.hardware.thread_state import computes_plainly
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.precision.plain_tensors import is_plain
