@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -48,6 +49,22 @@ def test_list_forget_and_go_on(
     assert Path("clip.mp4").read_bytes() == Path("whole.mp4").read_bytes()
     assert not list(all_runs(tmp_path / "runs"))
     assert main(["resume", first.name]) == 2
+
+
+def test_files_are_named_again_from_the_folder_of_whoever_resumes(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The run itself works in the folder where it began, which has no such file."""
+    monkeypatch.delenv("EVERYFRAME_IN_PROCESS", raising=False)
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    for name in ("began", "here"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "began")
+    cut(model, tmp_path / "runs")
+    shutil.copytree(model, tmp_path / "here" / "copy")
+    monkeypatch.chdir(tmp_path / "here")
+    assert main(["resume", "--model", "copy", "-o", "clip.mp4"]) == 0, capsys.readouterr().err
+    assert Path("clip.mp4").is_file()
 
 
 @pytest.mark.parametrize("error", [Terminated(signal.SIGTERM), RuntimeError("planted")])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from everyframe.core.errors import InputError
-from everyframe.engine.ray.cluster_connection import join_cluster
+from everyframe.engine.ray.cluster_connection import has_head, join_cluster
 
 
 @pytest.mark.parametrize("address", ["foo", "ray://127.0.0.1:10001", "127.0.0.1:", ":6379", ""])
@@ -36,3 +38,18 @@ def test_an_address_where_nothing_answers_is_refused_at_once(
 def test_an_address_that_can_not_be_is_refused(address: str) -> None:
     with pytest.raises(InputError, match="no Ray cluster can be joined at"):
         join_cluster(address)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_a_head_that_answers_is_told_from_one_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch, is_there: bool
+) -> None:
+    """Ray itself is not asked: without its head it blocks."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        if is_there:
+            one.listen()
+        context = SimpleNamespace(gcs_address=f"127.0.0.1:{one.getsockname()[1]}")
+        ray = SimpleNamespace(get_runtime_context=lambda: context)
+        monkeypatch.setitem(sys.modules, "ray", ray)
+        assert has_head() == is_there
