@@ -48,7 +48,7 @@ DENOISER = {
 #: Of which the fast set has these: what weights a LoRA merges to in each family is tested in
 #: `test_lora_models.py`.
 FAST = ("opensora-1.2", "wan")
-#: Said after the file of a LoRA for a model with two denoisers.
+#: Message after the file of a LoRA for a model with two denoisers.
 AT = {"wan": "@high"}
 
 

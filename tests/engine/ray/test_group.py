@@ -1,4 +1,4 @@
-"""A group of ranks without a cluster: what is said of a rank that is gone."""
+"""A group of ranks without a cluster: the errors about a rank that is gone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_reason_of_a_loss_is_one_line_without_colours(text: str, reason: str
     assert _reason(RuntimeError(text)) == reason
 
 
-Said = tuple[str, Any]
+Message = tuple[str, Any]
 
 
 def failure(error: Exception, *, keeps: bool = True) -> dict[str, Any]:
@@ -51,7 +51,7 @@ def failure(error: Exception, *, keeps: bool = True) -> dict[str, Any]:
 
 
 def explain(
-    monkeypatch: pytest.MonkeyPatch, rank: int, value: Any, others: dict[int, list[Said]]
+    monkeypatch: pytest.MonkeyPatch, rank: int, value: Any, others: dict[int, list[Message]]
 ) -> Exception:
     """What explains the failure of `rank`, where others say that next."""
     by_rank = {each: object() for each in (rank, *others)}
@@ -86,8 +86,11 @@ def test_another_error_of_the_first_rank_explains_no_fault(monkeypatch: pytest.M
 
 def test_a_lost_peer_is_explained_by_whoever_knows_more(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = {"error": {"class": "PeerLostError", "text": "lost a peer"}, "keeps": True}
-    said: dict[int, list[Said]] = {1: [("error", lost)], 2: [("error", failure(InputError("no")))]}
-    found = explain(monkeypatch, 0, lost, said)
+    messages: dict[int, list[Message]] = {
+        1: [("error", lost)],
+        2: [("error", failure(InputError("no")))],
+    }
+    found = explain(monkeypatch, 0, lost, messages)
     assert isinstance(found, RankFailedError)
     assert str(found.error) == "no"
     assert isinstance(explain(monkeypatch, 0, lost, {1: [("error", lost)]}), RankLostError)

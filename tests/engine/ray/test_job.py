@@ -35,17 +35,17 @@ REQUEST = Request(prompt="a red circle", num_devices=2, device="cpu")
 PLANNED: Any = Planned(SimpleNamespace(settings=SimpleNamespace(num_videos=1)))  # type: ignore[arg-type]
 LOST = RankLostError("rank 1 on the node b was lost: it is gone")
 NO_ROOM = DevicesBusyError("no room")
-Said = tuple[str, Any] | Exception
+Message = tuple[str, Any] | Exception
 
 
-def saved(ranks: int, state: bytes = b"") -> Said:
+def saved(ranks: int, state: bytes = b"") -> Message:
     """What a rank says of its folder: the constant data, and a state if there is one."""
     run = {"request": to_jsonable(REQUEST), "plan": {"ranks": ranks}, "schema": SCHEMA}
     files = {"state.json": np.frombuffer(state, np.uint8)} if state else {}
     return "state", RunChanges(run, files)
 
 
-def step(number: int) -> Said:
+def step(number: int) -> Message:
     return "event", Step("denoise", number, 8, 3, 0.1)
 
 
@@ -104,7 +104,7 @@ def notes(events: list[Event]) -> list[str]:
     return [each.text for each in events if isinstance(each, Note)]
 
 
-BEGIN: list[Said] = [("event", PLANNED), saved(2), ("event", RunSaved("x", "/on/a/node"))]
+BEGIN: list[Message] = [("event", PLANNED), saved(2), ("event", RunSaved("x", "/on/a/node"))]
 
 
 def test_a_loss_resumes_from_what_was_saved_here(groups: Any, tmp_path: Path) -> None:

@@ -118,8 +118,8 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     log.setLevel(level)
 
 
-def said(rank: RayRank, request: Request, inputs: InputFiles) -> list[tuple[str, Any]]:
-    """What a rank of this process says of a job that is not saved."""
+def messages_of(rank: RayRank, request: Request, inputs: InputFiles) -> list[tuple[str, Any]]:
+    """The messages of a rank of this process about a job that is not saved."""
     job = to_bytes("job", RankJob(WorkerJob(request), "a-run", {}))
     given = job, to_bytes("run", None), to_bytes("inputs", inputs)
     return [from_bytes(message) for message in rank.run(*given)]
@@ -161,7 +161,7 @@ def test_the_last_message_is_said_also_where_it_comes_late(
     monkeypatch.setattr(ray_rank, "run_in_workers", lambda *given: iter([step]))
     rank = RayRank()
     rank._messages = SlowQueue()
-    assert said(rank, REQUEST, InputFiles({}, {})) == [("event", step), ("end", None)]
+    assert messages_of(rank, REQUEST, InputFiles({}, {})) == [("event", step), ("end", None)]
     rank.end()
 
 
@@ -183,7 +183,7 @@ def test_messages_name_files_as_the_request_does(
     contents = {name: np.frombuffer(b"no picture", np.uint8) for name in names["a.png,../b.png"]}
     rank = RayRank()
     request = Request(prompt="a", image="a.png,../b.png")
-    log, note, error = said(rank, request, InputFiles(names, contents))
+    log, note, error = messages_of(rank, request, InputFiles(names, contents))
     assert log[1][2] == "a.png is small"
     assert note == ("event", Note("'a.png' is scaled"))
     assert error[1]["error"]["text"] == "'../b.png' is no picture"

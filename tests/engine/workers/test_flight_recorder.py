@@ -10,7 +10,7 @@ from everyframe.engine.workers.flight_recorder import FlightRecorder, read_last_
 
 
 @pytest.mark.parametrize(
-    ("step", "num_steps", "said"),
+    ("step", "num_steps", "position"),
     [
         (1, 4, "in step 1 of 4 of denoise"),
         (4, 4, "in step 4 of 4 of denoise"),
@@ -20,9 +20,9 @@ from everyframe.engine.workers.flight_recorder import FlightRecorder, read_last_
     ],
 )
 def test_no_step_is_named_that_the_stage_does_not_have(
-    tmp_path: Path, step: int, num_steps: int, said: str
+    tmp_path: Path, step: int, num_steps: int, position: str
 ) -> None:
     recorder = FlightRecorder(tmp_path / "trail-0")
     recorder.at("denoise", step, num_steps)
-    assert str(read_last_position(tmp_path / "trail-0")) == said
+    assert str(read_last_position(tmp_path / "trail-0")) == position
     recorder.close()
