@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.errors import CheckpointError
@@ -97,17 +97,16 @@ def test_parameters_are_counted_once_and_not_allocated() -> None:
 def test_weights_are_not_drawn_where_there_are_no_numbers() -> None:
     drawn: list[str] = []
 
-    class Watched(TorchDispatchMode):
-        def __torch_dispatch__(
+    class Watched(TorchFunctionMode):
+        def __torch_function__(
             self, func: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            drawn.append(func._schema.name)
+            drawn.append(getattr(func, "__name__", ""))
             return func(*args, **(kwargs or {}))
 
     with Watched():
         module = build_on_meta(lambda: nn.Linear(3, 3))
-        assert drawn[0] == "aten::empty"
-        assert "aten::uniform_" not in drawn
+        assert not [name for name in drawn if name.endswith("uniform_")]
         table = torch.empty(4)
         build_on_meta(lambda: (nn.init.ones_(table), nn.Linear(1, 1))[1])
     assert module.weight.is_meta
