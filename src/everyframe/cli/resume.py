@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyframe.cli.executors import RayChoice, chosen_ray, executor_flags
-from everyframe.cli.generate import absolute, is_silent, make
+from everyframe.cli.generate import is_silent, make
 from everyframe.cli.options import command, flag, optional, request_flag, run_flag
 from everyframe.cli.table_layout import table
 from everyframe.cli.tables import console, json_line, shortened
@@ -66,9 +66,11 @@ def resume(
     Request(**devices)
     written, is_own = found.run(), found.is_own()
     texts: Any = options_of("pipeline")
-    named = _from_here(
-        {**texts(option=option).option, **({} if model is None else {"model": model})}
-    )
+    named = {**texts(option=option).option, **({} if model is None else {"model": model})}
+    if named:
+        from everyframe.engine.resumption.foreign_run import find_here
+
+        named = find_here(named)
     if not is_own:
         from everyframe.engine.resumption.foreign_run import check_named
 
@@ -91,22 +93,6 @@ def resume(
         place,
         json=json,
     )
-
-
-def _from_here(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Options whose files lie in this folder, by absolute paths: the run works where it began."""
-    from everyframe.checkpoints.locate import is_listed
-    from everyframe.engine.records.record_schema import option_facts
-
-    def absolute_path(name: str, value: Any) -> Any:
-        if not option_facts(name).get("names_path") or not isinstance(value, str):
-            return value
-        parts = [value] if is_listed(value) or Path(value).exists() else value.split(",")
-        if any(is_listed(part) or not Path(part).exists() for part in parts):
-            return value
-        return ",".join(absolute(part) for part in parts)
-
-    return {name: absolute_path(name, value) for name, value in named.items()}
 
 
 def _forget(found: RunFolder, *, is_named: bool) -> int:

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import wraps
+from pathlib import Path
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec
 
@@ -152,6 +153,24 @@ def with_named(request: Request, named: Mapping[str, Any]) -> Request:
         place[name] = value
     own |= {OWN_PARAMETERS: parameters} if parameters else {}
     return Request(**{**values, "family_options": own})
+
+
+def find_here(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Named options with absolute paths of files in this folder: a run works where it began."""
+    return {
+        name: _absolute(value) if option_facts(name).get("names_path") else value
+        for name, value in named.items()
+    }
+
+
+def _absolute(value: Any) -> Any:
+    """A path, or several with commas between, if all are here; else the value."""
+    if not isinstance(value, str):
+        return value
+    parts = [value] if is_listed(value) or Path(value).exists() else value.split(",")
+    if any(is_listed(part) or not Path(part).exists() for part in parts):
+        return value
+    return ",".join(os.path.abspath(part) for part in parts)
 
 
 def without_decoder(request: Request, plan: Plan) -> tuple[Request, Plan]:
