@@ -87,6 +87,10 @@ def from_json(value: Any) -> Certificate | None:
     return None if any(mistyped(found)) else found
 
 
+#: Form of the trials: verdicts of an earlier one are made again.
+_TRIALS = 2
+
+
 def device_key(device: DeviceFacts, num_threads: int) -> str:
     """Key of this device: driver, packages, and the libraries really loaded."""
     return digest(device_facts(device, num_threads))
@@ -96,6 +100,7 @@ def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
     """Facts that form a device's key. Imports torch for any device but a CPU."""
     facts: dict[str, Any] = {
         "everyframe": __version__,
+        "trials": _TRIALS,
         "name": device.name,
         "kind": device.kind,
         "capability": device.capability,

@@ -24,6 +24,7 @@ from everyframe.fast_paths.apply import applies_to, apply_fast_paths, block_name
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.certification.target import CertificationTarget, TargetCall
 from everyframe.fast_paths.modules import residual_blocks
+from everyframe.fast_paths.modules.convolution_modules import is_temporal
 from everyframe.ops.attention_override import AttentionOverride
 from everyframe.precision import cast_hooks
 from everyframe.precision.islands import is_in_island
@@ -347,12 +348,13 @@ def _numbers(given: BlockInputs, device: str) -> BlockInputs:
 def _is_channels_last(whole: nn.Module, part: nn.Module, *, has_silu: bool) -> bool:
     """Whether a layer's input lies in memory channels last; tensors on meta don't show it.
 
-    A norm's does too if convolutions by Winograd's algorithm may give it.
+    A norm's does too if convolutions by Winograd's algorithm may give it, and so does that of a
+    convolution over time, which comes after a norm.
     """
     is_norm = has_silu or isinstance(part, nn.GroupNorm)
     if getattr(whole, "is_channels_last", False):
         return is_norm or isinstance(part, _ConvNd)
-    return is_norm and applies_to("winograd", whole)
+    return (is_norm or is_temporal(part)) and applies_to("winograd", whole)
 
 
 def _with_channels_last(given: BlockInputs) -> BlockInputs:
