@@ -60,7 +60,7 @@ def encode_scenes(scenes: list[Scene]) -> Tensor:
 
 
 def task(num_steps: int = 2000, batch: int = 256, device: str = "cpu") -> Task:
-    """The stage for `loop.train`; the score is the share of captions of never-trained scenes of
+    """The stage for `loop.train`; the score is the share of captions of never-trained scenes
     in which every token has all values right."""
     modules = build().to(device)
     encoder: Any = modules["text"]

@@ -41,7 +41,7 @@ def test_an_address_that_can_not_be_is_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_head_that_answers_is_told_from_one_that_is_gone(
+def test_a_head_that_answers_is_distinguished_from_one_that_is_gone(
     monkeypatch: pytest.MonkeyPatch, is_there: bool
 ) -> None:
     """Ray itself is not asked: without its head it blocks."""

@@ -86,10 +86,15 @@ def has_head() -> bool:
 
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
+        _reach(host, port)
     except OSError:
         return False
     return True
+
+
+def _reach(host: str, port: str) -> None:
+    """Raise `OSError` and its like where nothing answers."""
+    socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER).close()
 
 
 def _check_address(address: str) -> None:
@@ -100,9 +105,8 @@ def _check_address(address: str) -> None:
         if address in ("auto", "local"):
             return  # Ray looks for one, or starts one
         raise InputError(f"ray-address must be auto, local or HOST:PORT, got {address!r}")
-    host, port = found["host"].strip("[]"), int(found["port"])
     try:
-        socket.create_connection((host, port), timeout=_ANSWER).close()
+        _reach(found["host"], found["port"])
     except (OSError, OverflowError, UnicodeError) as error:
         raise _no_cluster(asked, getattr(error, "strerror", None) or first_line(error)) from error
 

@@ -42,7 +42,6 @@ from everyframe.engine.ray.message_bytes import to_bytes
 from everyframe.engine.ray.run_transfer import (
     RunChanges,
     RunReader,
-    replace_texts,
     with_texts,
     write_changes,
 )
@@ -269,12 +268,10 @@ class _SavedRun:
         assert self._folder is not None
         changes = RunReader(self._folder, is_lead=True).changes()
         request = self._own_request()
-        if changes is None or changes.run is None or request is None:
+        if changes is None or request is None:
             return changes
         # The nodes have another working folder than the machine that began it.
-        whole = absolute_models(request, self._place)
-        parts = {name: replace_texts(changes.run[name], whole) for name in ("request", "plan")}
-        return replace(changes, run={**changes.run, **parts})
+        return changes.with_texts(absolute_models(request, self._place))
 
     def inputs(self, job: WorkerJob) -> InputFiles:
         """The input files of the job; of a stranger's run only those that were named again."""

@@ -33,7 +33,6 @@ from everyframe.engine.ray.rank_layout import RankJob, RankPlace
 from everyframe.engine.ray.run_transfer import (
     RunChanges,
     RunReader,
-    replace_texts,
     with_texts,
     write_changes,
 )
@@ -127,7 +126,8 @@ class RayRank:
             # Before the event, so that the consumer of a step has its state.
             changes = reader.changes()
             if changes is not None:
-                yield to_bytes("state", self._with_their_paths(changes))
+                theirs = {here: there for there, here in self._texts.items()}
+                yield to_bytes("state", changes.with_texts(theirs))
             if message:
                 yield message
                 if message is self._last:
@@ -160,14 +160,6 @@ class RayRank:
         if job.root is not None:
             job = replace(job, root=self._folder, run_name=asked.name)
         return job
-
-    def _with_their_paths(self, changes: RunChanges) -> RunChanges:
-        """The changes with the paths of the other side in the request and the plan."""
-        if changes.run is None:
-            return changes
-        theirs = {here: there for there, here in self._texts.items()}
-        parts = {name: replace_texts(changes.run[name], theirs) for name in ("request", "plan")}
-        return replace(changes, run={**changes.run, **parts})
 
     def _their_error(self, error: Exception) -> dict[str, Any]:
         """The data of an error, which names files as the request does."""

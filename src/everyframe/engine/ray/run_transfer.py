@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,13 @@ class RunChanges:
     files: Mapping[str, Any]
     removed: tuple[str, ...] = ()
     is_own: bool = True
+
+    def with_texts(self, texts: Mapping[str, str]) -> RunChanges:
+        """The changes with `texts`, such as paths, replaced in the request and the plan."""
+        if self.run is None:
+            return self
+        parts = {name: replace_texts(self.run[name], texts) for name in ("request", "plan")}
+        return replace(self, run={**self.run, **parts})
 
 
 class RunReader:
@@ -133,9 +140,9 @@ def write_changes(
     for name in (*changes.files, *changes.removed):
         if not _NAMES.fullmatch(name):
             raise CorruptRunError(f"{name!r} is no file of a run")
-    if changes.run is not None:
-        parts = {name: replace_texts(changes.run[name], texts) for name in ("request", "plan")}
-        folder.write_run({**changes.run, **parts, "place": str(place)}, is_own=changes.is_own)
+    run = changes.with_texts(texts).run
+    if run is not None:
+        folder.write_run({**run, "place": str(place)}, is_own=changes.is_own)
     for name in sorted(changes.files, key=lambda name: (bool(_STATE.fullmatch(name)), name)):
         path = folder.path / name
         path.parent.mkdir(parents=True, exist_ok=True)
