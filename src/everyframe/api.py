@@ -24,7 +24,7 @@ from everyframe.engine.generate_call import GenerateCall, check_output
 from everyframe.engine.records.comparison import compare_with
 from everyframe.engine.records.recorded_request import record_in, request_from, threads_to_repeat
 from everyframe.engine.results import EventDelivery, OnEvent, Output, collect_videos
-from everyframe.engine.resumption.foreign_run import check_named
+from everyframe.engine.resumption.foreign_run import check_named, find_here
 from everyframe.engine.resumption.interrupted_run import load_run
 from everyframe.engine.resumption.replan import OF_RANKS
 from everyframe.engine.resumption.resume import find_run_of, resume_run
@@ -126,7 +126,7 @@ def resume(
     delivery = EventDelivery(on_event)
     given = None if pipe is None else _given_model(pipe, begun.request, delivery.deliver_early)
     asked = Request(**{name: value for name, value in options.items() if name in OF_RANKS})
-    named = {name: value for name, value in options.items() if name not in OF_RANKS}
+    named = find_here({name: value for name, value in options.items() if name not in OF_RANKS})
     is_own, devices = check_named(folder, named), asked.given() or None
     if devices and pipe is not None:
         raise InputError("a pipeline in memory works where it is; leave out the devices")

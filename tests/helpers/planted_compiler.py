@@ -15,7 +15,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from everyframe.fast_paths.compilation import block_export, block_trial, compiled_block
+from everyframe.fast_paths.compilation import (
+    block_export,
+    block_trial,
+    compiled_block,
+    loaded_package,
+)
 from everyframe.fast_paths.compilation.block_export import ExportedBlock
 
 
@@ -37,7 +42,7 @@ class PlantedCompiler:
         self._programs: dict[bytes, Any] = {}
         self._numbers = itertools.count()
         patch.setattr(compiled_block, "compile_block", self.compile)
-        patch.setattr(compiled_block, "load_library", self.load)
+        patch.setattr(loaded_package, "load_library", self.load)
         patch.setattr(compiled_block, "_LOADED", {})
         patch.setattr(compiled_block, "_CHECKED", set())
         patch.setattr(block_trial, "judge", self.judge)
@@ -75,7 +80,7 @@ class PlantedCompiler:
         return ExportedBlock(library, sizes, results[-1])
 
     def load(self, library: Path, device: torch.device) -> Any:
-        """In place of `compiled_block.load_library`."""
+        """In place of `loaded_package.load_library`."""
         program = self._programs[library.read_bytes()]
 
         def run(tensors: Sequence[Tensor]) -> list[Tensor]:

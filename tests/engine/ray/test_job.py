@@ -27,6 +27,7 @@ from everyframe.engine.ray.group import HeadLostError, RankFailedError, RankLost
 from everyframe.engine.ray.job import run_on_cluster
 from everyframe.engine.ray.message_bytes import from_bytes
 from everyframe.engine.ray.run_transfer import RunChanges
+from everyframe.engine.resumption.foreign_run import find_here
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.runs import signature
 from everyframe.runs.folder import SCHEMA, RunFolder
@@ -262,7 +263,7 @@ def test_a_strangers_run_sends_no_file_that_was_not_named_again(
 
 @pytest.mark.parametrize("is_own", [True, False])
 def test_a_run_that_was_begun_elsewhere_finds_its_model_on_the_nodes(
-    groups: Any, tmp_path: Path, is_own: bool
+    groups: Any, tmp_path: Path, is_own: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They have another working folder; a stranger's run names no model of this machine."""
     (tmp_path / "model").mkdir()
@@ -272,7 +273,8 @@ def test_a_run_that_was_begun_elsewhere_finds_its_model_on_the_nodes(
     signature.sign({})
     constant = {"request": to_jsonable(request), "plan": {"ranks": 1, "model": "model"}}
     folder.write_run({**constant, "place": str(tmp_path)}, is_own=is_own)
-    named = {} if is_own else {"model": "model"}
+    monkeypatch.chdir(tmp_path)
+    named = {} if is_own else find_here({"model": "model"})
     made = groups([RankFailedError(InputError("no"), keeps=True)])
     with pytest.raises(InputError, match="no"):
         list(run_on_cluster(WorkerJob(run=folder.path, named=named), tmp_path, 1.0))

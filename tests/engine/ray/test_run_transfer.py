@@ -15,11 +15,7 @@ from everyframe.core.events import Note
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable, to_jsonable
 from everyframe.engine.persistence import writer_for_rank
-from everyframe.engine.ray.input_transfer import (
-    absolute_models,
-    read_inputs,
-    with_absolute_models,
-)
+from everyframe.engine.ray.input_transfer import absolute_models, read_inputs
 from everyframe.engine.ray.message_bytes import from_bytes, to_bytes
 from everyframe.engine.ray.run_transfer import RunChanges, RunReader, with_texts, write_changes
 from everyframe.runs.folder import RunFolder, new_run
@@ -192,10 +188,6 @@ def test_models_that_are_named_again_stay_where_they_are(tmp_path: Path) -> None
         (tmp_path / name).write_bytes(b"x")
     named = {"model": "model", "controlnet": "model", "image": "cat.png"}
     assert list(read_inputs(None, tmp_path, named).names) == ["cat.png"]
-    whole = str(tmp_path / "model")
-    there = {"model": whole, "controlnet": whole, "image": "cat.png"}
-    assert with_absolute_models(named, tmp_path) == there
-    assert with_absolute_models({"model": "shapes"}, tmp_path) == {"model": "shapes"}
 
 
 def test_the_first_rank_of_another_group_saves_where_it_is(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from everyframe.core.events import Event
 from everyframe.core.plan import PreviewPlan
 from everyframe.core.request import Request
 from everyframe.core.serialization import to_jsonable
-from everyframe.engine.resumption.foreign_run import asked_outside, with_named
+from everyframe.engine.resumption.foreign_run import asked_outside, find_here, with_named
 from everyframe.engine.resumption.interrupted_run import load_run
 from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.workers.launcher import run_in_workers
@@ -138,6 +138,35 @@ def test_what_is_named_again_may_lie_anywhere_and_be_called_anything(
     events: list[Event] = [*resume_run(run, named=named)]
     for seed, frames in videos(whole).items():
         np.testing.assert_array_equal(videos(events)[seed], frames)
+
+
+def test_files_that_are_named_again_are_those_of_the_caller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank works in the folder where the run began; what isn't here keeps its name."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    for name in ("a.png", "b.png", "vae.safetensors", "style.safetensors"):
+        (tmp_path / name).write_bytes(b"x")
+    found = find_here(
+        {
+            "model": "model", "controlnet": "model,owner/name", "image": Path("a.png"),
+            "mask": ["a.png", "b.png,a.png", 3], "components": {"vae": "vae.safetensors"},
+            "loras": ["style.safetensors:0.5", "other"], "prompt_2": "model",
+        }
+    )  # fmt: skip
+    here = str(tmp_path)
+    loras = found.pop("loras")
+    assert [(lora.file, lora.strength) for lora in loras] == [
+        (f"{here}/style.safetensors", 0.5),
+        ("other", 1.0),
+    ]
+    assert found == {
+        "model": f"{here}/model", "controlnet": "model,owner/name", "image": f"{here}/a.png",
+        "mask": [f"{here}/a.png", f"{here}/b.png,{here}/a.png", 3],
+        "components": {"vae": f"{here}/vae.safetensors"}, "prompt_2": "model",
+    }  # fmt: skip
+    assert find_here({"model": "shapes"}) == {"model": "shapes"}
 
 
 def test_the_loras_of_a_strangers_run_are_named_again(

@@ -18,7 +18,7 @@ from everyframe.core.request import Request
 from everyframe.engine.workers.flight_recorder import FlightRecorder, read_last_position
 from everyframe.engine.workers.module_watch import ModuleWatch
 from everyframe.fast_paths.compilation import package_store
-from everyframe.fast_paths.compilation.compiled_block import LoadedPackage
+from everyframe.fast_paths.compilation.loaded_package import LoadedPackage
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.fast_paths.compilation.toolchain import why_not
 from helpers.compiled_blocks import Model, compile_for, inputs, made

@@ -17,7 +17,6 @@ import numpy as np
 from everyframe.checkpoints.locate import is_listed
 from everyframe.core.paths import replace_file
 from everyframe.core.request import Request
-from everyframe.engine.ray.run_transfer import with_texts
 from everyframe.engine.records.record_schema import GIVEN, option_facts
 
 
@@ -88,13 +87,6 @@ def absolute_models(request: Request, place: Path) -> dict[str, str]:
     found = {lora.file: lora.path for lora in request.loras} | _models_in([given, own])
     whole = {text: place / path for text, path in found.items()}
     return {text: str(path) for text, path in whole.items() if _exists(path) and str(path) != text}
-
-
-def with_absolute_models(named: Mapping[str, Any], place: Path) -> Mapping[str, Any]:
-    """Options that were named again, with the absolute path of each model among them."""
-    models = {k: v for k, v in named.items() if _names_model(k)}
-    whole = {text: place / path for text, path in _models_in(models).items()}
-    return {**named, **with_texts(models, {k: str(v) for k, v in whole.items() if _exists(v)})}
 
 
 def _models_in(value: Any) -> dict[str, Path]:

@@ -7,11 +7,10 @@ from that copy in a new group, on fewer devices if need be.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from everyframe.core.errors import (
     DevicesBusyError,
@@ -32,12 +31,7 @@ from everyframe.engine.ray.group import (
     num_free,
     placed_group,
 )
-from everyframe.engine.ray.input_transfer import (
-    InputFiles,
-    absolute_models,
-    read_inputs,
-    with_absolute_models,
-)
+from everyframe.engine.ray.input_transfer import InputFiles, absolute_models, read_inputs
 from everyframe.engine.ray.message_bytes import to_bytes
 from everyframe.engine.ray.run_transfer import (
     RunChanges,
@@ -191,9 +185,7 @@ class _SavedRun:
         self.notes: list[Event] = []
         self._logged: set[str] = set()
         self._place = place
-        self._named: Mapping[str, Any] | None = None
-        if job.run is not None and job.named is not None:
-            self._named = with_absolute_models(job.named, place)
+        self._named = None if job.run is None else job.named
         self._folder: RunFolder | None = None
         self._lock: Lock | None = None
         self._has_news = self._has_run = self._has_plan = False

@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass, replace
 from functools import wraps
-from pathlib import Path
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec
 
@@ -19,6 +18,7 @@ from everyframe.checkpoints.locate import is_listed
 from everyframe.core.errors import CorruptRunError, EveryframeError, InputError
 from everyframe.core.events import Events
 from everyframe.core.field_types import mistyped
+from everyframe.core.lora import Lora
 from everyframe.core.options import Options, shown
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -156,21 +156,34 @@ def with_named(request: Request, named: Mapping[str, Any]) -> Request:
 
 
 def find_here(named: Mapping[str, Any]) -> dict[str, Any]:
-    """Named options with absolute paths of files in this folder: a run works where it began."""
+    """Named options with absolute paths of what exists in this folder: a run works where it began.
+
+    Raises:
+        InputError: a value is of another kind than the option takes.
+    """
+    ours = Request(**{k: v for k, v in named.items() if k in Request.model_fields}).given()
     return {
-        name: _absolute(value) if option_facts(name).get("names_path") else value
-        for name, value in named.items()
+        name: value if "prompt" in name else _absolute(value)
+        for name, value in {**named, **ours}.items()
     }
 
 
 def _absolute(value: Any) -> Any:
-    """A path, or several with commas between, if all are here; else the value."""
-    if not isinstance(value, str):
+    """The value with absolute paths, at any depth; several may stand with commas between."""
+    if isinstance(value, Mapping):
+        return {key: _absolute(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_absolute(each) for each in value)
+    if isinstance(value, Lora):
+        return replace(value, file=os.path.abspath(value.path)) if value.path.exists() else value
+    if not isinstance(value, (str, os.PathLike)):
         return value
-    parts = [value] if is_listed(value) or Path(value).exists() else value.split(",")
-    if any(is_listed(part) or not Path(part).exists() for part in parts):
+    text = os.fspath(value)
+    parts = [os.path.expanduser(each) for each in (text, *text.split(","))]
+    parts = parts[:1] if os.path.exists(parts[0]) else parts[1:]
+    if any(map(is_listed, parts)) or not all(map(os.path.exists, parts)):
         return value
-    return ",".join(os.path.abspath(part) for part in parts)
+    return ",".join(map(os.path.abspath, parts))
 
 
 def without_decoder(request: Request, plan: Plan) -> tuple[Request, Plan]:

@@ -55,8 +55,8 @@ class WorkerJob:
         ranks: request options that replace the devices of a resumed run.
         out_of_memory: the out-of-memory event of a resumed run, answered by a memory fallback.
         trust_remote_code: confirmed by the person who resumes the run.
-        named: options of the resumed run that this person gave again; None for a run that this
-            very call began.
+        named: options of the resumed run that this person gave again, with absolute paths;
+            None for a run that this very call began.
         keeps_run: the run folder stays when the run is done; the caller removes it.
         plans: only plan the request: `Planned` is the one event.
         stays: the worker waits for another job afterwards, and keeps what it loaded.

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -32,7 +33,7 @@ class NotCompilableError(Exception):
 
 _PLAIN = (
     bool, int, float, complex, str, bytes, type(None), type(...), torch.dtype, torch.device,
-    torch.memory_format, torch.layout,
+    torch.memory_format, torch.layout, np.generic,
 )  # fmt: skip
 
 #: Attributes of every module that no call depends on, or that are described apart.
@@ -106,13 +107,30 @@ class Description:
             NotCompilableError: something in it can't be described; what was read is watched still.
         """
         data = self._module(block, "", is_root=True)
-        self.named, files = find_named_values(self._functions, self._classes)
+        held: dict[int, Any] = {}
+        while True:  # what such an object calls finds more by name
+            self.named, files = find_named_values(self._functions, self._classes)
+            self.named.sort(key=lambda each: each.description)
+            new = [e for e in self.named if e.is_opaque and id(e.value) not in held]
+            if not new:
+                break
+            for each in new:
+                held[id(each.value)] = self._named(each)
         self.files |= files
-        for each in self.named:
-            if each.is_opaque:
-                kind = type(each.value).__name__
-                raise NotCompilableError(f"{each.name} is a {kind}, which can't be compared")
-        self.data = (data, sorted(each.description for each in self.named))
+        named = [(*each.description, held.get(id(each.value))) for each in self.named]
+        self.data = (data, named)
+
+    def _named(self, named: NamedValue) -> Any:
+        """An object that code finds by name: a module such as an activation, which has no tensors.
+
+        Raises:
+            NotCompilableError: it is another, which may hold anything.
+        """
+        value = named.value
+        if isinstance(value, nn.Module) and not own_tensors(value):
+            return self._module(value, named.name)
+        kind = type(value).__name__
+        raise NotCompilableError(f"{named.name} is a {kind}, which can't be compared")
 
     def _module(self, module: nn.Module, name: str, *, is_root: bool = False) -> Any:
         if id(module) in self._seen:
@@ -161,7 +179,8 @@ class Description:
 
     def _hook(self, hook: object, name: str) -> tuple[Any, ...]:
         if not is_cast_hook(hook):
-            raise NotCompilableError(f"a hook is on {name}: {getattr(hook, '__qualname__', hook)}")
+            kind = getattr(hook, "__qualname__", type(hook).__name__)
+            raise NotCompilableError(f"a hook is on {name}: {kind}")
         return (self._value(hook, name),)
 
     def _class(self, cls: type) -> str:

@@ -48,6 +48,8 @@ class NamedValue:
             place = str(holder.get("__name__"))
         else:
             place = f"{holder.__module__}.{holder.__qualname__}"
+        if self.is_opaque:
+            return (place, self.name, type(value).__name__)
         if not isinstance(value, _FUNCTIONS):
             return (place, self.name, type(value).__name__, repr(value))
         line = value.__code__.co_firstlineno if isinstance(value, types.FunctionType) else 0

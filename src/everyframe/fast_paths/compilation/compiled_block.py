@@ -27,13 +27,7 @@ from torch.nn.modules import module as global_hooks
 
 from everyframe.fast_paths.benchmark import relative_error
 from everyframe.fast_paths.compilation import package_store
-from everyframe.fast_paths.compilation.block_export import (
-    CallSizes,
-    compile_block,
-    decode,
-    format_of,
-    in_format,
-)
+from everyframe.fast_paths.compilation.block_export import CallSizes, compile_block, format_of
 from everyframe.fast_paths.compilation.block_state import (
     BlockState,
     NotCompilableError,
@@ -48,9 +42,11 @@ from everyframe.fast_paths.compilation.block_trial import (
     changes_state,
     try_block,
 )
+from everyframe.fast_paths.compilation.loaded_package import LoadedPackage
 from everyframe.fast_paths.compilation.package_store import Package, machine
 from everyframe.fast_paths.compilation.process_settings import read_settings
 from everyframe.fast_paths.compilation.source_digest import digest
+from everyframe.fast_paths.modules.convolution_modules import move_weights
 from everyframe.hardware.thread_state import computes_plainly
 from everyframe.precision.cast_hooks import map_tensors
 from everyframe.precision.plain_tensors import is_plain
@@ -66,30 +62,6 @@ _LOCK = threading.RLock()
 
 #: Warnings of this process.
 _LOGGED: set[str] = set()
-
-
-class LoadedPackage:
-    """The library of a package in this process."""
-
-    def __init__(self, package: Package, library: Path, device: torch.device) -> None:
-        self.package = package
-        self._run = load_library(library, device)
-
-    def run(self, weights: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
-        """The block's result with these weights and arguments."""
-        given = [*weights, *map(in_format, tensors)]
-        if tensors[0].is_cuda:  # code for cards reads 16 bytes at once
-            given = [each if each.data_ptr() % 16 == 0 else each.clone() for each in given]
-        return decode(self.package.result, iter(self._run(given)))
-
-
-def load_library(library: Path, device: torch.device) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The function in a library, which is run as soon as it is loaded."""
-    # torch's own loader for Python brings its compiler along, which takes seconds.
-    loader: Any = torch._C._aoti.AOTIModelPackageLoader
-    runner = loader(str(library), "model", False, 1, device.index if device.type == "cuda" else -1)
-    found: Callable[[list[Tensor]], list[Tensor]] = runner.run
-    return found
 
 
 #: Loaded packages by (digest, device): equal blocks share one.
@@ -221,6 +193,7 @@ class CompiledBlock:
             or [each if each is None else layout_of(each) for each in found] != state.layouts
             or any(found[one] is not found[other] for one, other in state.twins)
         ):
+            move_weights(block)
             state = self._state = describe(block)
             found = [held.get(key) for held, keys in state.places for key in keys]
         if state.why_not:

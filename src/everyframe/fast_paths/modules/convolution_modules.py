@@ -76,11 +76,24 @@ class ChannelsLastConv2d(nn.Conv2d):
     moves_its_weight = True  # see `everyframe.runtime.components.component_state`
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        is_last = weight.is_contiguous(memory_format=torch.channels_last)
-        if not self.is_plain and not is_last and multiplies(x, weight):
-            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        if multiplies(x, weight):
+            self.move_weight()
         plain: Tensor = super()._conv_forward(x, weight, bias)
         return plain
+
+    def move_weight(self) -> None:
+        """Lay the weight so, as the first call does; compiled code takes it as it lies."""
+        weight = self.weight
+        is_last = weight.is_contiguous(memory_format=torch.channels_last)
+        if not self.is_plain and not is_last and multiplies(weight, weight):
+            weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+
+
+def move_weights(module: nn.Module) -> None:
+    """Lay weights as the first call of these convolutions would."""
+    for part in module.modules():
+        if isinstance(part, ChannelsLastConv2d):
+            part.move_weight()
 
 
 class WinogradConv2d(nn.Conv2d):

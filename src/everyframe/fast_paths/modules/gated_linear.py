@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 
 from everyframe.fast_paths.modules.cpu_modules import NativeGatedGELU, OneDNNLinear
-from everyframe.ops.activation import FusedActivation, GatedGELU
+from everyframe.ops.activation import FusedActivation, GatedGELU, gated_gelu
 from everyframe.ops.module_class import recast
 from everyframe.ops.native import kernels
 
@@ -24,12 +24,8 @@ class NativeGatedLinear(OneDNNLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.is_plain or not kernels.supports_products(x, self.weight):
-            plain: Tensor = _PLAIN(super().forward(x))
-            return plain
+            return gated_gelu(super().forward(x))
         return kernels.gated_linear(x, self.weight, self.bias)
-
-
-_PLAIN = GatedGELU()
 
 
 def places(module: nn.Module) -> tuple[str, ...]:
