@@ -67,8 +67,9 @@ def broken(root: Path, model: str, owner: type, name: str, stage: str, after: in
 )
 def test_the_state_stays_good(
     model: str, whole: list[Event], tmp_path: Path, owner: type, name: str, after: int,
-    where: str, left: list[int],
+    where: str, left: list[int], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
     text = broken(tmp_path, model, owner, name, "denoise", after)
     (folder,) = all_runs(tmp_path)
     device = whole[0].plan.device  # type: ignore[attr-defined]

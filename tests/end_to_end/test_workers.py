@@ -122,7 +122,8 @@ def test_no_worker_outlives_who_started_it(model: str, tmp_path: Path) -> None:
     worker.wait(120)
 
 
-def test_a_worker_that_the_system_ended(tmp_path: Path) -> None:
+def test_a_worker_that_the_system_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
     FlightRecorder(tmp_path / "trail-1").at("decode", 2, 5)
     worker: Any = SimpleNamespace(
         recorder_file=tmp_path / "trail-1",

@@ -29,6 +29,7 @@ from everyframe.families.opensora import stdit3
 from everyframe.hardware.facts import machine_facts
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from everyframe.runs.replay_log import FileReplayLog
+from everyframe.runs.resume_hint import resume_hint, without_hint
 from everyframe.runs.run_state import RunStateWriter, SaveOptions
 from helpers.events import steps
 from helpers.interrupted_runs import OPEN_SORA, PICTURE, begun, cut, same, stop_before, videos
@@ -193,10 +194,14 @@ def test_a_place_that_is_full_leaves_a_good_state(
     ("is_in_memory", "how"),
     [(True, "everyframe.resume('20261127', pipe=pipe)"), (False, "everyframe resume 20261127")],
 )
-def test_an_error_says_how_its_run_is_resumed(tmp_path: Path, is_in_memory: bool, how: str) -> None:
+def test_an_error_says_how_its_run_is_resumed(
+    tmp_path: Path, is_in_memory: bool, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The command line can't resume a pipeline that is in the memory of a script."""
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
     folder = RunFolder(tmp_path / "20261127")
     folder.path.mkdir()
+    folder.write_run({})
     writer = RunStateWriter(folder, SaveOptions(tmp_path))
     with (
         pytest.raises(CannotRunError) as caught,
@@ -204,6 +209,22 @@ def test_an_error_says_how_its_run_is_resumed(tmp_path: Path, is_in_memory: bool
     ):
         raise CannotRunError("out of memory")
     assert str(caught.value) == f"out of memory; resume it: {how}"
+
+
+def test_a_run_in_a_folder_of_its_own_is_named_with_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`everyframe resume NAME` looks for it in the default folder alone."""
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path / "runs"))
+    folder = RunFolder(tmp_path / "my runs" / "20261201")
+    folder.path.mkdir(parents=True)
+    assert not resume_hint(folder), "nothing is saved"
+    folder.write_run({})
+    command = resume_hint(folder).removeprefix("resume it: ")
+    assert command == f"everyframe resume 20261201 --run-dir '{tmp_path}/my runs'"
+    assert without_hint(f"it failed; {resume_hint(folder)}") == "it failed"
+    in_python = resume_hint(folder, is_in_memory=True)
+    assert in_python == f"resume it: everyframe.resume('{folder.path}', pipe=pipe)"
 
 
 def test_what_was_cut_of_a_prompt_stays_in_the_record(model: str, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def print_paths(found: FastPathList, file: IO[str]) -> None:
         for row in found.rows
     )
     if untried:
-        out.print(f"{untried} not tried here yet: everyframe fast-paths --certify", style="dim")
+        out.print(f"{untried} not tried here yet; --certify does it now", style="dim")
 
 
 COMMAND = make_command(

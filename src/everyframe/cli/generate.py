@@ -43,7 +43,8 @@ from everyframe.core.events import (
 from everyframe.engine.workers.torchrun import under_torchrun
 from everyframe.media.output_path import check_here
 from everyframe.planning.input_checks import check_input_files, check_output_option
-from everyframe.runs.folder import RunFolder, resume_hint, root_of
+from everyframe.runs.folder import RunFolder, root_of
+from everyframe.runs.resume_hint import resume_hint
 
 if TYPE_CHECKING:
     from everyframe.engine.output_files import OutputFiles

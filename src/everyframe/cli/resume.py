@@ -24,6 +24,7 @@ from everyframe.engine.workers.torchrun import under_torchrun
 from everyframe.families.registry import options_of
 from everyframe.media.output_path import check_here, check_output
 from everyframe.runs.folder import RunFolder, RunSummary, find_run, list_runs, root_of
+from everyframe.runs.resume_hint import resume_command
 from everyframe.runs.retention import MOST_BYTES, days_of_runs
 
 _HELP = """Resume an interrupted run: the video equals that of an uninterrupted run, bit for bit.
@@ -98,7 +99,7 @@ def resume(
 def _forget(found: RunFolder, *, is_named: bool) -> int:
     """Remove a run that the person named and nobody works on."""
     if not is_named:
-        raise InputError(f"name the run to remove: everyframe resume {found.name} --forget")
+        raise InputError(f"name the run to remove: {resume_command(found)} --forget")
     if found.is_busy():
         raise RunLockedError(
             f"the run {found.name} is in use by another process; end that process first"

@@ -5,6 +5,7 @@ The plan includes the dry run.
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from everyframe.core.errors import InputError
@@ -37,7 +38,8 @@ def plan_of(patient: DoctorInput, model: str) -> Check:
 
 
 def _look(model: str) -> tuple[Fix, ...]:
-    return (Fix(do="see the whole plan", command=f"everyframe plan PROMPT --model {model}"),)
+    command = f"everyframe plan PROMPT --model {shlex.quote(model)}"
+    return (Fix(do="see the whole plan", command=command),)
 
 
 def plan_as_json(model: str, profile: str | None) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from everyframe.engine.distributed import RankContext
 from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import RunFolder, new_run
 from everyframe.runs.replay_log import FileReplayLog
+from everyframe.runs.resume_hint import resume_hint
 from everyframe.runs.retention import days_of_runs, describe, remove_old_runs
 from everyframe.runs.run_state import RunStateWriter, SaveOptions
 from everyframe.runs.tensor_store import TensorStore
@@ -149,12 +150,10 @@ def saved_run(
         remove = writer.cleans
     except EveryframeError as error:
         remove = error.repeats
-        if folder is None or remove:
+        hint = resume_hint(folder, is_in_memory=is_in_memory)
+        if remove or not hint:
             raise
-        how = f"everyframe resume {folder.name}"
-        if is_in_memory:
-            how = f"everyframe.resume({folder.name!r}, pipe=pipe)"
-        raise error.reworded(f"{error}; resume it: {how}") from error.__cause__
+        raise error.reworded(f"{error}; {hint}") from error.__cause__
     finally:
         # Other video groups may still be running.
         writer.finish(remove=remove and (folder is None or folder.part == 0))

@@ -8,6 +8,7 @@ precision, as with ``--quantize``.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -279,8 +280,8 @@ def has_held_guidance(model: ModelSpec) -> bool:
 
 def command_of(request: Request) -> str:
     """The command line that calibrates for a request."""
-    model = f" {request.model}" if request.model else ""
-    return f"everyframe calibrate{model}"
+    model = [request.model] if request.model else []
+    return shlex.join(["everyframe", "calibrate", *model])
 
 
 def calibration_key(

@@ -207,11 +207,6 @@ class RunFolder:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def resume_hint(run: RunFolder | None) -> str:
-    """The command that resumes `run`, for a message; empty if nothing is saved."""
-    return f"resume it: everyframe resume {run.name}" if run is not None and run.is_saved else ""
-
-
 class Lock:
     """Lock on a run, held until `release` or the end of the process, however it ends.
 

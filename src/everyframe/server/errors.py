@@ -21,6 +21,7 @@ from everyframe.core.errors import (
     VideoStatusError,
 )
 from everyframe.engine.workers.executor import InfeasiblePlanError
+from everyframe.runs.resume_hint import without_hint
 
 #: Code -> (HTTP status, type), for every error that a route answers.
 CODES: Mapping[str, tuple[int, str]] = {
@@ -152,4 +153,4 @@ def is_system_exhausted(error: BaseException | None) -> bool:
 
 def message_of(error: Exception) -> str:
     """The error's text without the advice to resume by hand, since the server resumes it."""
-    return str(error).partition("; resume it: everyframe resume")[0] or type(error).__name__
+    return without_hint(str(error)) or type(error).__name__

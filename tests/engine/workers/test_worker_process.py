@@ -86,8 +86,11 @@ def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> No
     assert isinstance(error, Exception)
 
 
-def test_any_ranks_error_says_how_to_resume(tmp_path: Path) -> None:
+def test_any_ranks_error_says_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first rank's does by itself; which rank's comes first is chance."""
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
     run, error = RunFolder(tmp_path / "20261130-1"), CannotRunError("it failed in step 1")
     assert with_resume_hint(error, None) is with_resume_hint(error, run) is error
     run.path.mkdir()

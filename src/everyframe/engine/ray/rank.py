@@ -40,6 +40,7 @@ from everyframe.engine.workers.error_transfer import error_data
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.runs.folder import Lock, RunFolder
+from everyframe.runs.resume_hint import without_hint
 
 #: Seconds between looks at the saved state while no event comes.
 _PAUSE = 0.5
@@ -162,8 +163,12 @@ class RayRank:
         return job
 
     def _their_error(self, error: Exception) -> dict[str, Any]:
-        """The data of an error, which names files as the request does."""
+        """The data of an error, which names files as the request does, without a hint to resume.
+
+        The other side knows where the run is.
+        """
         data = error_data(error)
+        data["text"] = without_hint(data["text"])
         names = ("text", "file")
         return data | {k: self._their_words(data[k]) for k in names if data.get(k) is not None}
 

@@ -20,6 +20,7 @@ from everyframe.engine.resumption.foreign_run import (
 from everyframe.engine.resumption.replan import applied_fallbacks
 from everyframe.runs.checksummed_json import UNREADABLE, read_json
 from everyframe.runs.folder import RunFolder
+from everyframe.runs.resume_hint import resume_command
 from everyframe.runs.signature import check_files
 from everyframe.runs.tensor_store import TensorStore
 
@@ -105,7 +106,7 @@ def load_run(folder: RunFolder) -> InterruptedRun:
     except CorruptRunError as error:
         raise error.reworded(
             f"{error}; {folder.name} cannot be resumed; generate it again from the start "
-            f"(everyframe resume {folder.name} --forget removes it)"
+            f"({resume_command(folder)} --forget removes it)"
         ) from error
     except UNREADABLE as error:
         raise CorruptRunError(f"{folder.path} can't be read: {error!r}") from error

@@ -14,7 +14,8 @@ from typing import Any
 from everyframe.core import errors
 from everyframe.core.errors import DistributedOutOfMemoryError, EveryframeError
 from everyframe.core.torch_import import explain_import
-from everyframe.runs.folder import RunFolder, resume_hint
+from everyframe.runs.folder import RunFolder
+from everyframe.runs.resume_hint import resume_hint
 
 
 def error_data(error: Exception) -> dict[str, Any]:

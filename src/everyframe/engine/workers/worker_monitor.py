@@ -23,7 +23,8 @@ from everyframe.hardware.device_loss import loss_in
 from everyframe.hardware.facts import query_machine
 from everyframe.hardware.isolation import signal_name
 from everyframe.hardware.known_issues import Issue, explaining, find
-from everyframe.runs.folder import RunFolder, resume_hint
+from everyframe.runs.folder import RunFolder
+from everyframe.runs.resume_hint import resume_hint
 
 #: Seconds without progress after which a rank counts as hung; an exchange takes far less.
 _SECONDS = 15.0

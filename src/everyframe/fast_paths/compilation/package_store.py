@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -236,7 +237,7 @@ def check(target: str | Path, device: torch.device | str) -> list[Package]:
         InputError: it is no such folder, or was compiled elsewhere, for another torch, or changed.
     """
     path = expand_path(target, "the folder of compiled blocks")
-    again = f"compile it here: everyframe compile MODEL -o {path}"
+    again = f"compile it here: everyframe compile MODEL -o {shlex.quote(str(path))}"
     try:
         whole = json.loads(_read(path / _LIST, _MOST_TEXT))
         names = [str(name) for name in whole["packages"]] if whole["schema"] == _SCHEMA else []
