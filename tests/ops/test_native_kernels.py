@@ -190,7 +190,7 @@ def test_norms_leave_an_input_that_is_copied_for_them() -> None:
     assert torch.equal(x, before)
 
 
-@pytest.mark.parametrize("width", [1, 16, 37, 1152])
+@pytest.mark.parametrize("width", [1, 16, 32, 37, 64, 128, 256, 1152])
 def test_layer_and_rms_norm(width: int, dtype: torch.dtype) -> None:
     x = numbers(2, 3, 5, width, dtype=dtype, mean=3.0)
     weight, bias = numbers(width), numbers(width + 1)[:-1]

@@ -9,7 +9,7 @@ INLINE void geglu_of(const void *x, void *y, long rows, long width, int is_bf16,
       long count = width - c, at_value = row * 2 * width + c;
       floats value = load(x, at_value, count, is_bf16);
       floats gate = load(x, at_value + width, count, is_bf16);
-      store(y, row * width + c, count, value * gelu(gate), is_bf16);
+      store(y, row * width + c, count, value * gelu(gate, is_bf16), is_bf16);
     }
 }
 
@@ -26,7 +26,7 @@ INLINE void activate(const void *x, void *y, long count, int is_tanh, int is_bf1
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (long i = 0; i < count; i += LANES) {
     floats value = load(x, i, count - i, is_bf16);
-    store(y, i, count - i, is_tanh ? gelu_tanh(value) : gelu(value), is_bf16);
+    store(y, i, count - i, is_tanh ? gelu_tanh(value, is_bf16) : gelu(value, is_bf16), is_bf16);
   }
 }
 

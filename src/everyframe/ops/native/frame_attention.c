@@ -40,7 +40,7 @@ INLINE void one_head(const void *q, const void *k, const void *v, void *y, long 
     for (long j = 1; j < frames; j++) most = scores[i][j] > most ? scores[i][j] : most;
     floats total = all(0);
     for (long j = 0; j < padded; j += LANES) {
-      floats each = first_lanes(exponential(load_lanes(&scores[i][j], 0) - most), frames - j);
+      floats each = first_lanes(exponential(load_lanes(&scores[i][j], 0) - most, 0), frames - j);
       store_lanes(&scores[i][j], each, 0);
       total += each;
     }

@@ -24,7 +24,7 @@ INLINE void write_gated(const Gated *job, const float *from, long row, long rows
   floats to_gate = job->bias ? load(job->bias, job->width + first, count, 0) : all(0);
   for (long r = row; r < row + rows; r++, from += PANEL) {
     floats value = load_lanes(from, 0) + to_value, gate = load_lanes(from + LANES, 0) + to_gate;
-    store(job->y, r * job->width + first, count, value * gelu_by_power(gate), is_bf16);
+    store(job->y, r * job->width + first, count, value * gelu_by_power(gate, is_bf16), is_bf16);
   }
 }
 

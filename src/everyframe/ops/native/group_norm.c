@@ -19,8 +19,9 @@ typedef struct {
 } Map;
 
 /* Adds up to 64 rows of `count` channels, at most BLOCK vectors of them, less `pivot`. */
-INLINE void sum_block(const void *x, long rows, long channels, long count, const float *pivot,
-                      double *sums, double *squares, int is_bf16) {
+INLINE void sum_block(const void *x, long rows, long channels, long count,
+                      const float *restrict pivot, double *restrict sums, double *restrict squares,
+                      int is_bf16) {
   floats first[BLOCK], one[BLOCK], two[BLOCK];
   for (int b = 0; b < BLOCK; b++) {
     first[b] = b * LANES < count ? load(x, b * LANES, count - b * LANES, is_bf16) : all(0);
@@ -33,10 +34,15 @@ INLINE void sum_block(const void *x, long rows, long channels, long count, const
       one[b] += d;
       two[b] += d * d;
     }
+  /* In arrays, whose loop the compiler makes vectors of. */
+  float near[BLOCK * LANES], sum[BLOCK * LANES], square[BLOCK * LANES];
+  memcpy(near, first, sizeof near);
+  memcpy(sum, one, sizeof sum);
+  memcpy(square, two, sizeof square);
   for (long c = 0; c < count; c++) {
-    double off = (double)first[c / LANES][c % LANES] - pivot[c], sum = one[c / LANES][c % LANES];
-    sums[c] += sum + rows * off;
-    squares[c] += two[c / LANES][c % LANES] + off * (2 * sum + rows * off);
+    double off = (double)near[c] - pivot[c];
+    sums[c] += sum[c] + rows * off;
+    squares[c] += square[c] + off * (2.0 * sum[c] + rows * off);
   }
 }
 
@@ -62,16 +68,19 @@ static double inverse_root(double variance, double eps) {
 }
 
 /* Each channel's factor and summand, from sums over `count` values of each. */
-static void factors(const double *sums, const float *pivot, long count, long channels, long groups,
-                    const float *weight, const float *bias, double eps, float *scale, float *shift) {
+static void factors(const double *restrict sums, const float *restrict pivot, long count,
+                    long channels, long groups, const float *restrict weight,
+                    const float *restrict bias, double eps, float *restrict scale,
+                    float *restrict shift) {
   long size = channels / groups;
+  double part = 1.0 / count;
   for (long g = 0; g < groups; g++) {
     double mean = 0, squares = 0;
-    for (long c = g * size; c < (g + 1) * size; c++) mean += pivot[c] + sums[c] / count;
+    for (long c = g * size; c < (g + 1) * size; c++) mean += pivot[c] + sums[c] * part;
     mean /= size;
     for (long c = g * size; c < (g + 1) * size; c++) {
-      double off = pivot[c] + sums[c] / count - mean;
-      squares += sums[channels + c] - sums[c] * sums[c] / count + count * off * off;
+      double off = pivot[c] + sums[c] * part - mean;
+      squares += sums[channels + c] - sums[c] * sums[c] * part + count * off * off;
     }
     double inverse = inverse_root(squares / ((double)count * size), eps);
     for (long c = g * size; c < (g + 1) * size; c++) {
@@ -124,7 +133,7 @@ INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, lon
           if (map.row)
             value = value * load(map.scale, at_map + c, count, is_bf16) +
                     load(map.shift, at_map + c, count, is_bf16);
-          store(y, place, count, is_silu ? silu(value) : value, is_bf16);
+          store(y, place, count, is_silu ? silu(value, is_bf16) : value, is_bf16);
         }
       }
     }
@@ -168,7 +177,7 @@ INLINE int channels_of_rows(const void *x, void *y, long samples, long rows, lon
       float b = (float)(bias[first + c] - mean * inverse * weight[first + c]);
       for (long j = 0; j < rows; j += LANES) {
         floats value = load(from, c * rows + j, rows - j, is_bf16) * a + b;
-        store(to, c * rows + j, rows - j, is_silu ? silu(value) : value, is_bf16);
+        store(to, c * rows + j, rows - j, is_silu ? silu(value, is_bf16) : value, is_bf16);
       }
     }
   }

@@ -76,8 +76,16 @@ INLINE const void *at(const void *x, long i, int is_bf16) {
 
 INLINE void *at_out(void *x, long i, int is_bf16) { return (char *)x + i * (is_bf16 ? 2 : 4); }
 
+/* GCC makes six instructions of `__builtin_convertvector` here, where the processor has one. */
 INLINE floats widen(halves x) {
-  return (floats)(__builtin_convertvector(x, words) << 16);
+#if defined(__AVX512F__)
+  words bits = (words)_mm512_cvtepu16_epi32((__m256i)x);
+#elif defined(__AVX2__)
+  words bits = (words)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+  words bits = __builtin_convertvector(x, words);
+#endif
+  return (floats)(bits << 16);
 }
 
 /* To nearest, ties to even; AVX512-BF16 makes zeros of the numbers below 1.2e-38. */
@@ -87,8 +95,11 @@ INLINE halves narrow(floats x) {
 #endif
   words bits = (words)x;
   words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  words is_nan = (words)(x != x);
-  return __builtin_convertvector((is_nan & 0x7fc0u) | (~is_nan & rounded), halves);
+  words is_nan = (words)(x != x), made = (is_nan & 0x7fc0u) | (~is_nan & rounded);
+#ifdef __AVX512F__
+  return (halves)_mm512_cvtepi32_epi16((__m512i)made);
+#endif
+  return __builtin_convertvector(made, halves);
 }
 
 INLINE floats load_lanes(const void *x, int is_bf16) {
@@ -212,9 +223,25 @@ INLINE floats times_power(floats x, floats n) {
 /* To an integer, of numbers below 2^22. */
 INLINE floats whole(floats x) { return x + 12582912.0f - 12582912.0f; }
 
-/* e^x within 2 units in the last place: infinity from 88.37 on, 1.2e-38 below -87.33. */
-INLINE floats exponential(floats x) {
+/* 2^x from -126 to 128 within 7.5e-5 of it, for results that become bfloat16. */
+INLINE floats two_to(floats x) {
+  floats n = whole(x), r = x - n;
+  return times_power(((0.0551716642f * r + 0.242611122f) * r + 0.693260986f) * r + 0.999928074f, n);
+}
+
+/* 1 / x, or within 6.2e-5 of it if the result becomes bfloat16, without the time of a division. */
+INLINE floats reciprocal(floats x, int is_bf16) {
+#ifdef __AVX512F__
+  if (is_bf16) return (floats)_mm512_rcp14_ps((__m512)x);
+#endif
+  return 1.0f / x;
+}
+
+/* e^x within 2 units in the last place, or 8e-5 of it if the result becomes bfloat16: infinity from
+   88.37 on, 1.2e-38 below -87.33. */
+INLINE floats exponential(floats x, int is_bf16) {
   x = lesser(all(89.0f), larger(all(-87.33f), x));
+  if (is_bf16) return two_to(x * 1.44269504f);
   floats n = whole(x * 1.44269504f);
   floats r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
@@ -231,10 +258,8 @@ INLINE floats exponential(floats x) {
    result becomes bfloat16. */
 INLINE floats power_of_two(floats x, int is_bf16) {
   x = larger(all(-126.0f), x);
+  if (is_bf16) return two_to(x);
   floats n = whole(x), r = x - n;
-  if (is_bf16)
-    return times_power(((0.0551716642f * r + 0.242611122f) * r + 0.693260986f) * r + 0.999928074f,
-                       n);
   floats p = 1.32764714e-3f * r + 9.67554133e-3f;
   p = p * r + 5.55071328e-2f;
   p = p * r + 2.40221197e-1f;
@@ -242,22 +267,25 @@ INLINE floats power_of_two(floats x, int is_bf16) {
   return times_power(p * r + 1.00000007f, n);
 }
 
-INLINE floats silu(floats x) { return x / (1.0f + exponential(-x)); }
+INLINE floats silu(floats x, int is_bf16) {
+  return x * reciprocal(1.0f + exponential(-x, is_bf16), is_bf16);
+}
 
-/* x Phi(x), with the complementary error function of Abramowitz and Stegun 7.1.26: within 1.5e-7. */
-INLINE floats gelu(floats x) {
+/* x Phi(x), with the complementary error function of Abramowitz and Stegun 7.1.26: within 1.5e-7,
+   and 2e-4 of it if the result becomes bfloat16. */
+INLINE floats gelu(floats x, int is_bf16) {
   floats z = (floats)((ints)x & 0x7fffffff) * 0.70710678f;
-  floats t = 1.0f / (1.0f + 0.3275911f * z);
+  floats t = reciprocal(1.0f + 0.3275911f * z, is_bf16);
   floats p = 1.061405429f * t - 1.453152027f;
   p = p * t + 1.421413741f;
   p = p * t - 0.284496736f;
   p = p * t + 0.254829592f;
-  floats tail = 0.5f * p * t * exponential(-z * z);
+  floats tail = 0.5f * p * t * exponential(-z * z, is_bf16);
   return x * either(x < 0.0f, tail, 1.0f - tail);
 }
 
 /* The same by Abramowitz and Stegun 7.1.28, within 7e-7 and in half the time: no exponential. */
-INLINE floats gelu_by_power(floats x) {
+INLINE floats gelu_by_power(floats x, int is_bf16) {
   floats z = (floats)((ints)x & 0x7fffffff) * 0.70710678f;
   floats p = 4.30638e-5f * z + 2.765672e-4f;
   p = p * z + 1.520143e-4f;
@@ -268,10 +296,11 @@ INLINE floats gelu_by_power(floats x) {
   p *= p;
   p *= p;
   p *= p;
-  floats tail = 0.5f / (p * p);
+  floats tail = 0.5f * reciprocal(p * p, is_bf16);
   return x * either(x < 0.0f, tail, 1.0f - tail);
 }
 
-INLINE floats gelu_tanh(floats x) {
-  return x / (1.0f + exponential(-1.59576912f * (x + 0.044715f * x * x * x)));
+INLINE floats gelu_tanh(floats x, int is_bf16) {
+  floats power = exponential(-1.59576912f * (x + 0.044715f * x * x * x), is_bf16);
+  return x * reciprocal(1.0f + power, is_bf16);
 }
