@@ -88,6 +88,7 @@ def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.Monkey
     facts = {
         "driver": "570.1", "libraries": {"cublas": "12.8", "cudnn": "9.8"}, "torch": "2.13",
         "packages": {"diffusers": "0.42.0"}, "flags": {"avx2"}, "capability": "AVX2",
+        "kernels": "these",
     }  # fmt: skip
     monkeypatch.setattr(certificates, "_driver", lambda: facts["driver"])
     monkeypatch.setattr(certificates, "_libraries", lambda: facts["libraries"])
@@ -95,6 +96,7 @@ def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.Monkey
     monkeypatch.setattr(certificates, "package_versions", lambda: facts["packages"])
     monkeypatch.setattr(certificates, "processor_flags", lambda: facts["flags"])
     monkeypatch.setattr(certificates, "_torch_capability", lambda: facts["capability"])
+    monkeypatch.setattr(certificates, "sources_digest", lambda: facts["kernels"])
     seen = {certificates.device_key(CARD, 4)}
     for name, value in (
         ("driver", "571.2"),
@@ -107,14 +109,16 @@ def test_the_device_key_changes_with_whatever_matters(monkeypatch: pytest.Monkey
         with monkeypatch.context() as patch:
             patch.setitem(facts, name, value)
             seen.add(certificates.device_key(CARD, 4))
-    for name, value in (("flags", {"avx2", "avx512_bf16"}), ("capability", "DEFAULT")):
+    for name, value in (
+        ("flags", {"avx2", "avx512_bf16"}), ("capability", "DEFAULT"), ("kernels", "others"),
+    ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setitem(facts, name, value)
             seen.add(certificates.device_key(CPU, 1))
     seen.add(certificates.device_key(replace(CARD, name="another card"), 4))
     seen.add(certificates.device_key(replace(CARD, capability=(8, 0)), 4))
     seen |= {certificates.device_key(CPU, threads) for threads in (1, 2)}
-    assert len(seen) == 13
+    assert len(seen) == 14
     # Threads of the host are nothing to a card, nor is what is free there now.
     assert certificates.device_key(replace(CARD, free_memory=5), 1) in seen
 

@@ -26,6 +26,7 @@ from everyframe.core.plan import Precision
 from everyframe.hardware.cpu import processor_flags
 from everyframe.hardware.facts import package_versions
 from everyframe.hardware.software import driver_version, loaded_versions
+from everyframe.ops.native.library import sources_digest
 
 Verdict = Literal["certified", "refused"]
 
@@ -109,7 +110,11 @@ def device_facts(device: DeviceFacts, num_threads: int) -> dict[str, Any]:
         "torch": _torch_version(),
     }
     if device.kind == "cpu":
-        own = {"threads": num_threads, "flags": sorted(processor_flags())}
+        own = {
+            "threads": num_threads,
+            "flags": sorted(processor_flags()),
+            "kernels": sources_digest(),
+        }
         return {**facts, **own, "capability": _torch_capability()}
     return {**facts, "driver": _driver(), "libraries": _libraries()}
 

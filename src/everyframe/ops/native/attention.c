@@ -130,7 +130,7 @@ INLINE void attend(const Attention *job, Block *own, long sample, long head, lon
   }
 }
 
-INLINE int attend_all(const Attention *job, long samples, int is_bf16, int threads) {
+static int attend_all(const Attention *job, long samples, int is_bf16, int threads) {
   long width = round_up(job->width, PANEL), pieces = (job->queries + QUERIES - 1) / QUERIES;
   long sizes[PARTS] = {QUERIES * odd_lines(job->width), KEYS * width, KEYS * width, ROWS * KEYS,
                        ROWS * KEYS, QUERIES, QUERIES * width};
@@ -146,8 +146,8 @@ INLINE int attend_all(const Attention *job, long samples, int is_bf16, int threa
                  (float *)parts[6], {0}};
 #pragma omp for schedule(static)
     for (long i = 0; i < samples * job->heads * pieces; i++)
-      attend(job, &own, i / pieces / job->heads, i / pieces % job->heads, i % pieces * QUERIES,
-             is_bf16);
+      BY_KIND(attend, job, &own, i / pieces / job->heads, i / pieces % job->heads,
+              i % pieces * QUERIES);
   }
   free(scratch);
   return 0;
@@ -165,5 +165,5 @@ EXPORT int attention(const void *q, const void *k, const void *v, void *y, long 
   Attention job = {q, k, v, y, {strides[0], strides[1], strides[2]},
                    {strides[3], strides[4], strides[5]}, {strides[6], strides[7], strides[8]},
                    heads, queries, keys, width, (float)(scale * 1.4426950408889634)};
-  return is_bf16 ? attend_all(&job, samples, 1, threads) : attend_all(&job, samples, 0, threads);
+  return attend_all(&job, samples, is_bf16, threads);
 }

@@ -56,34 +56,25 @@ INLINE void one_head(const void *q, const void *k, const void *v, void *y, long 
     }
 }
 
-INLINE void all_heads(const void *q, const void *k, const void *v, void *y, long batches,
-                      long frames, long pixels, long heads, long width, long in_width, float scale,
-                      int is_bf16, int threads) {
-  long out_width = heads * width;
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-  for (long i = 0; i < batches * pixels; i++) {
-    long place = i / pixels * frames * pixels + i % pixels;
-    for (long h = 0; h < heads; h++) {
-      long from = place * in_width + h * width, to = place * out_width + h * width;
-      one_head(at(q, from, is_bf16), at(k, from, is_bf16), at(v, from, is_bf16),
-               at_out(y, to, is_bf16), frames, pixels * in_width, pixels * out_width, width, scale,
-               is_bf16);
-    }
-  }
-}
-
 /* y (batches, frames, pixels, heads * width); q, k and v start in rows of `in_width` numbers. */
 EXPORT int frame_attention(const void *q, const void *k, const void *v, void *y, long batches,
                            long frames, long pixels, long heads, long width, long in_width,
                            double scale, int is_bf16, int threads) {
   if (frames > MOST_FRAMES || width > MOST_WIDTH || width % LANES) return 2;
-#define CALL(bf16, wide)                                                                        \
-  all_heads(q, k, v, y, batches, frames, pixels, heads, wide, in_width, (float)scale, bf16,      \
-            threads)
-  if (width == 64)
-    is_bf16 ? CALL(1, 64) : CALL(0, 64);
-  else
-    is_bf16 ? CALL(1, width) : CALL(0, width);
-  return 0;
+  long out_width = heads * width, step = pixels * in_width, out_step = pixels * out_width;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+  for (long i = 0; i < batches * pixels; i++) {
+    long place = i / pixels * frames * pixels + i % pixels;
+    for (long h = 0; h < heads; h++) {
+      long from = place * in_width + h * width;
+      const void *own_q = at(q, from, is_bf16), *own_k = at(k, from, is_bf16);
+      const void *own_v = at(v, from, is_bf16);
+      void *to = at_out(y, place * out_width + h * width, is_bf16);
+#define CALL(wide) \
+  BY_KIND(one_head, own_q, own_k, own_v, to, frames, step, out_step, wide, (float)scale)
+      width == 64 ? CALL(64) : CALL(width);
 #undef CALL
+    }
+  }
+  return 0;
 }

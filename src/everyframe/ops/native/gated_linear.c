@@ -28,7 +28,7 @@ INLINE void write_gated(const Gated *job, const float *from, long row, long rows
   }
 }
 
-INLINE int multiply_gated(const Gated *job, int is_bf16, int threads) {
+static int multiply_gated(const Gated *job, int is_bf16, int threads) {
   long panels = (job->width + LANES - 1) / LANES, step = odd_lines(job->depth);
   long piece = smaller(PIECE, round_up((job->rows + threads - 1) / threads, ROWS));
   uint32_t *weight = scratch_of(panels * job->depth * PANEL);
@@ -57,8 +57,8 @@ INLINE int multiply_gated(const Gated *job, int is_bf16, int threads) {
         float c[PIECE * PANEL] __attribute__((aligned(64)));
         const uint32_t *b = weight + p * job->depth * PANEL;
         for (long r = 0; r < rows; r += ROWS)
-          multiply(a + r * step, step, b, job->depth, c + r * PANEL, PANEL, PANEL, 0, is_bf16);
-        write_gated(job, c, row, rows, p * LANES, is_bf16);
+          BY_KIND(multiply, a + r * step, step, b, job->depth, c + r * PANEL, PANEL, PANEL, 0);
+        BY_KIND(write_gated, job, c, row, rows, p * LANES);
       }
     }
   }
@@ -71,5 +71,5 @@ EXPORT int gated_linear(const void *x, const void *weight, const float *bias, vo
                         long depth, long width, int is_bf16, int threads) {
   if (is_bf16 && (depth % 2 || !CAN_MULTIPLY_HALVES)) return 2;
   Gated job = {x, weight, bias, y, rows, is_bf16 ? depth / 2 : depth, width};
-  return is_bf16 ? multiply_gated(&job, 1, threads) : multiply_gated(&job, 0, threads);
+  return multiply_gated(&job, is_bf16, threads);
 }

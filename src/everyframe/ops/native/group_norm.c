@@ -2,10 +2,10 @@
    channels of rows (as torch makes them). Before SiLU, each row of channels may be scaled and
    shifted by a row of a smaller map.
 
-   Statistics are sums of differences from a mean or value nearby, in float32 over a few rows and in float64
-   beyond: squares of a large mean don't cancel, and one value far from the others costs no digits
-   but those of its own rows. How rows are cut depends on sizes alone, so the number of threads
-   changes no bit. The output may lie where the input does. */
+   Statistics are sums of differences from a mean or value nearby, in float32 over a few rows and in
+   float64 beyond: squares of a large mean don't cancel, and one value far from the others costs no
+   digits but those of its own rows. How rows are cut depends on sizes alone, so the number of
+   threads changes no bit. The output may lie where the input does. */
 
 #include "numbers.h"
 
@@ -90,7 +90,25 @@ static void factors(const double *restrict sums, const float *restrict pivot, lo
   }
 }
 
-INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, long channels,
+/* Scale and shift some rows of sample n, by the map too, and apply SiLU. */
+INLINE void map_rows(const void *x, void *y, long n, long first, long last, long rows,
+                     long channels, const float *scale, const float *shift, const Map *map,
+                     int has_map, int is_silu, int is_bf16) {
+  for (long row = first; row < last; row++) {
+    long at_map = has_map ? (n * map->size + map->row[row]) * channels : 0;
+    for (long c = 0; c < channels; c += LANES) {
+      long count = channels - c, place = (n * rows + row) * channels + c;
+      floats value =
+          load(x, place, count, is_bf16) * load(scale, c, count, 0) + load(shift, c, count, 0);
+      if (has_map)
+        value = value * load(map->scale, at_map + c, count, is_bf16) +
+                load(map->shift, at_map + c, count, is_bf16);
+      store(y, place, count, is_silu ? silu(value, is_bf16) : value, is_bf16);
+    }
+  }
+}
+
+static int rows_of_channels(const void *x, void *y, long samples, long rows, long channels,
                             long groups, const float *weight, const float *bias, double eps,
                             Map map, int is_silu, int is_bf16, int threads) {
   long pieces = (rows + ROWS_A_PIECE - 1) / ROWS_A_PIECE, work = samples * pieces;
@@ -109,8 +127,9 @@ INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, lon
 #pragma omp for schedule(static)
     for (long i = 0; i < work; i++) {
       long n = i / pieces, first = i % pieces * ROWS_A_PIECE;
-      sum_rows(at(x, (n * rows + first) * channels, is_bf16), smaller(rows - first, ROWS_A_PIECE),
-               channels, pivot + n * channels, sums + i * 2 * channels, is_bf16);
+      BY_KIND(sum_rows, at(x, (n * rows + first) * channels, is_bf16),
+              smaller(rows - first, ROWS_A_PIECE), channels, pivot + n * channels,
+              sums + i * 2 * channels);
     }
 #pragma omp for schedule(static)
     for (long n = 0; n < samples; n++) {
@@ -124,71 +143,68 @@ INLINE int rows_of_channels(const void *x, void *y, long samples, long rows, lon
     for (long i = 0; i < work; i++) {
       long n = i / pieces, first = i % pieces * ROWS_A_PIECE;
       long last = smaller(first + ROWS_A_PIECE, rows);
-      const float *a = scale + n * channels, *b = shift + n * channels;
-      for (long row = first; row < last; row++) {
-        long at_map = map.row ? (n * map.size + map.row[row]) * channels : 0;
-        for (long c = 0; c < channels; c += LANES) {
-          long count = channels - c, place = (n * rows + row) * channels + c;
-          floats value = load(x, place, count, is_bf16) * load(a, c, count, 0) + load(b, c, count, 0);
-          if (map.row)
-            value = value * load(map.scale, at_map + c, count, is_bf16) +
-                    load(map.shift, at_map + c, count, is_bf16);
-          store(y, place, count, is_silu ? silu(value, is_bf16) : value, is_bf16);
-        }
-      }
+      const float *by = scale + n * channels, *more = shift + n * channels;
+#define CALL(has_map, is_silu) \
+  BY_KIND(map_rows, x, y, n, first, last, rows, channels, by, more, &map, has_map, is_silu)
+      if (is_silu)
+        map.row ? CALL(1, 1) : CALL(0, 1);
+      else
+        map.row ? CALL(1, 0) : CALL(0, 0);
+#undef CALL
     }
   }
   free(sums), free(scratch);
   return 0;
 }
 
-INLINE int channels_of_rows(const void *x, void *y, long samples, long rows, long channels,
-                            long groups, const float *weight, const float *bias, double eps,
-                            Map none, int is_silu, int is_bf16, int threads) {
+/* A group of a sample, whose numbers lie side by side: its channels, one after the other. */
+INLINE void norm_group(const void *from, void *to, long size, long rows, const float *weight,
+                       const float *bias, double eps, int is_silu, int is_bf16) {
+  long count = size * rows;
+  float pivot = get(from, 0, is_bf16);
+  double one = 0, two = 0;
+  for (long start = 0; start < count; start += 1024) {
+    long stop = smaller(start + 1024, count), many = stop - start;
+    float near = get(from, start, is_bf16);
+    floats s = all(0), q = all(0);
+    for (long j = start; j < stop; j += LANES)
+      s += first_lanes(load(from, j, stop - j, is_bf16) - near, stop - j);
+    near += sum_lanes(s) / many;
+    s = all(0);
+    for (long j = start; j < stop; j += LANES) {
+      floats d = first_lanes(load(from, j, stop - j, is_bf16) - near, stop - j);
+      s += d;
+      q += d * d;
+    }
+    double off = (double)near - pivot, sum = sum_lanes(s);
+    one += sum + many * off;
+    two += sum_lanes(q) + off * (2 * sum + many * off);
+  }
+  double mean = pivot + one / count;
+  double inverse = inverse_root((two - one * one / count) / count, eps);
+  for (long c = 0; c < size; c++) {
+    float a = (float)(inverse * weight[c]);
+    float b = (float)(bias[c] - mean * inverse * weight[c]);
+    for (long j = 0; j < rows; j += LANES) {
+      floats value = load(from, c * rows + j, rows - j, is_bf16) * a + b;
+      store(to, c * rows + j, rows - j, is_silu ? silu(value, is_bf16) : value, is_bf16);
+    }
+  }
+}
+
+static void channels_of_rows(const void *x, void *y, long samples, long rows, long channels,
+                             long groups, const float *weight, const float *bias, double eps,
+                             int is_silu, int is_bf16, int threads) {
   long size = channels / groups;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (long i = 0; i < samples * groups; i++) {
-    long count = size * rows, first = i % groups * size;
-    const void *from = at(x, i * count, is_bf16);
-    void *to = at_out(y, i * count, is_bf16);
-    float pivot = get(from, 0, is_bf16);
-    double one = 0, two = 0;
-    for (long start = 0; start < count; start += 1024) {
-      long stop = smaller(start + 1024, count), many = stop - start;
-      float near = get(from, start, is_bf16);
-      floats s = all(0), q = all(0);
-      for (long j = start; j < stop; j += LANES)
-        s += first_lanes(load(from, j, stop - j, is_bf16) - near, stop - j);
-      near += sum_lanes(s) / many;
-      s = all(0);
-      for (long j = start; j < stop; j += LANES) {
-        floats d = first_lanes(load(from, j, stop - j, is_bf16) - near, stop - j);
-        s += d;
-        q += d * d;
-      }
-      double off = (double)near - pivot, sum = sum_lanes(s);
-      one += sum + many * off;
-      two += sum_lanes(q) + off * (2 * sum + many * off);
-    }
-    double mean = pivot + one / count;
-    double inverse = inverse_root((two - one * one / count) / count, eps);
-    for (long c = 0; c < size; c++) {
-      float a = (float)(inverse * weight[first + c]);
-      float b = (float)(bias[first + c] - mean * inverse * weight[first + c]);
-      for (long j = 0; j < rows; j += LANES) {
-        floats value = load(from, c * rows + j, rows - j, is_bf16) * a + b;
-        store(to, c * rows + j, rows - j, is_silu ? silu(value, is_bf16) : value, is_bf16);
-      }
-    }
+    const void *from = at(x, i * size * rows, is_bf16);
+    void *to = at_out(y, i * size * rows, is_bf16);
+    const float *by = weight + i % groups * size, *more = bias + i % groups * size;
+    is_silu ? BY_KIND(norm_group, from, to, size, rows, by, more, eps, 1)
+            : BY_KIND(norm_group, from, to, size, rows, by, more, eps, 0);
   }
-  return 0;
 }
-
-#define VARIANTS(layout, bf16)                                                                 \
-  return is_silu ? layout(x, y, samples, rows, channels, groups, weight, bias, eps, map, 1,    \
-                          bf16, threads)                                                       \
-                 : layout(x, y, samples, rows, channels, groups, weight, bias, eps, map, 0,    \
-                          bf16, threads)
 
 /* 0, or 1 if there is no memory. x and y hold samples * rows * channels numbers. A map is for
    channels last, in the dtype of x; without one `map_row` is NULL. */
@@ -197,10 +213,10 @@ EXPORT int group_norm(const void *x, void *y, long samples, long rows, long chan
                       const void *shift, const long *map_row, long map_size, int is_silu,
                       int is_channels_last, int is_bf16, int threads) {
   Map map = {scale, shift, map_row, map_size};
-  if (is_channels_last) {
-    if (is_bf16) VARIANTS(rows_of_channels, 1);
-    VARIANTS(rows_of_channels, 0);
-  }
-  if (is_bf16) VARIANTS(channels_of_rows, 1);
-  VARIANTS(channels_of_rows, 0);
+  if (is_channels_last)
+    return rows_of_channels(x, y, samples, rows, channels, groups, weight, bias, eps, map, is_silu,
+                            is_bf16, threads);
+  channels_of_rows(x, y, samples, rows, channels, groups, weight, bias, eps, is_silu, is_bf16,
+                   threads);
+  return 0;
 }

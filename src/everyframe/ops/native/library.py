@@ -42,7 +42,7 @@ _THREADS: Sequence[tuple[Sequence[str], Sequence[str]]] = (
     (("-fopenmp",), ()), (("-fopenmp",), ("-fopenmp",)), ((), ()),
 )  # fmt: skip
 
-#: Seconds for one compilation; it takes one or two.
+#: Seconds for one compilation; it takes some.
 _PATIENCE = 120.0
 
 
@@ -150,12 +150,21 @@ def _key(compiler: str) -> str:
     version = subprocess.run(
         [compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE
     ).stdout
-    sources = [path.read_bytes() for path in sorted(_SOURCES.glob("*.[ch]"))]
     # With torch's version: the library may be linked with its threads.
     isa = " ".join((version_of("torch"), processor_name(), *sorted(processor_flags())))
     flags = shlex.join((*_FLAGS, _WIDE, *(flag for pair in _THREADS for part in pair
                                           for flag in part)))  # fmt: skip
-    return _digest(compiler.encode(), version, isa.encode(), flags.encode(), *sources)
+    return _digest(compiler.encode(), version, isa.encode(), flags.encode(), *_read_sources())
+
+
+@cache
+def sources_digest() -> str:
+    """Digest of the kernels' sources: trials of earlier ones say nothing of these."""
+    return _digest(*_read_sources())
+
+
+def _read_sources() -> list[bytes]:
+    return [path.read_bytes() for path in sorted(_SOURCES.glob("*.[ch]"))]
 
 
 def _compile(compiler: str, folder: Path, key: str) -> ctypes.CDLL:

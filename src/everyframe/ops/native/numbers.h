@@ -1,8 +1,9 @@
 /* Numbers of the kernels: float32, or bfloat16 as 16 bits, computed in float32 and rounded once.
 
    As many at a time as a register of the processor holds, in vectors of GCC's and Clang's C. Wider
-   ones would live in memory: GCC has no registers for them. A function takes `is_bf16` as a constant and is compiled once for each. NaN stays NaN
-   everywhere, which the search for faults relies on; that rules out -ffast-math. */
+   ones would live in memory: GCC has no registers for them. A function takes `is_bf16` as a
+   constant and is compiled once for each. NaN stays NaN everywhere, which the search for faults
+   relies on; that rules out -ffast-math. */
 
 #pragma once
 
@@ -23,6 +24,11 @@
 
 #define INLINE static inline __attribute__((always_inline))
 #define EXPORT __attribute__((visibility("default")))
+
+/* Calls an INLINE function, whose last argument is `is_bf16`, with that as a constant. A parallel
+   loop needs it: to GCC, what is outside of the loop is no constant inside, and every load would
+   ask for its kind. */
+#define BY_KIND(function, ...) (is_bf16 ? function(__VA_ARGS__, 1) : function(__VA_ARGS__, 0))
 
 /* Numbers of a register, and a macro's value for each. */
 #ifndef LANES

@@ -51,9 +51,24 @@ INLINE long offset_of(const long *strides, long batch, long head, long place) {
   return batch * strides[0] + head * strides[1] + place * strides[2];
 }
 
-INLINE void rotate_of(const void *x, void *y, long batches, long heads, long positions, long width,
-                      const long *strides, const float *cos, const float *sin, const long *widths,
-                      long axes, int is_bf16, int threads) {
+INLINE void turn_row(const void *x, void *y, long place, long width, const float *cos,
+                     const float *sin, const long *widths, long axes, int is_bf16) {
+  if (!axes) turn_pairs(x, y, width, cos + place * width, sin + place * width, is_bf16);
+  long first = 0, at_table = place * (width / 2);
+  for (long axis = 0; axis < axes; axis++) {
+    long half = widths[axis] / 2;
+    turn_halves(x, y, first, half, cos + at_table, sin + at_table, is_bf16);
+    first += 2 * half;
+    at_table += half;
+  }
+}
+
+/* Without axes, channels 2i and 2i + 1 rotate together; of a pair, tables (positions, width) hold
+   the cosine at its first number and the sine at its second. With axes, so many channels wide, the
+   halves of each rotate together; tables are (positions, width / 2). Strides are x's, then y's. */
+EXPORT int rotate(const void *x, void *y, long batches, long heads, long positions, long width,
+                  const long *strides, const float *cos, const float *sin, const long *widths,
+                  long axes, int is_bf16, int threads) {
   /* In the order in which x lies in memory. */
   long is_by_place = strides[2] > strides[1];
   long outer = is_by_place ? positions : heads, inner = is_by_place ? heads : positions;
@@ -64,30 +79,8 @@ INLINE void rotate_of(const void *x, void *y, long batches, long heads, long pos
       long place = is_by_place ? each % outer : i;
       const void *row = at(x, offset_of(strides, batch, head, place), is_bf16);
       void *to = at_out(y, offset_of(strides + 3, batch, head, place), is_bf16);
-      if (!axes) turn_pairs(row, to, width, cos + place * width, sin + place * width, is_bf16);
-      long first = 0, at_table = place * (width / 2);
-      for (long axis = 0; axis < axes; axis++) {
-        long half = widths[axis] / 2;
-        turn_halves(row, to, first, half, cos + at_table, sin + at_table, is_bf16);
-        first += 2 * half;
-        at_table += half;
-      }
+      BY_KIND(turn_row, row, to, place, width, cos, sin, widths, axes);
     }
   }
-}
-
-/* Without axes, channels 2i and 2i + 1 rotate together; of a pair, tables (positions, width) hold
-   the cosine at its first number and the sine at its second. With axes, so many channels wide, the
-   halves of each rotate together; tables are (positions, width / 2). Strides are x's, then y's. */
-EXPORT int rotate(const void *x, void *y, long batches, long heads, long positions, long width,
-                  const long *strides, const float *cos, const float *sin, const long *widths,
-                  long axes, int is_bf16, int threads) {
-#define CALL(bf16) \
-  rotate_of(x, y, batches, heads, positions, width, strides, cos, sin, widths, axes, bf16, threads)
-  if (is_bf16)
-    CALL(1);
-  else
-    CALL(0);
   return 0;
-#undef CALL
 }

@@ -250,7 +250,7 @@ INLINE void write_pixel(const Convolution *job, long tile, const float *from, lo
   }
 }
 
-INLINE int convolve(const Convolution *job, int is_over_time, int is_bf16, int threads) {
+static int convolve(const Convolution *job, int is_over_time, int is_bf16, int threads) {
   const long area = is_over_time ? SIDE : AREA;
   long block = MOST_WEIGHTS / (area * job->inputs) / PANEL * PANEL;
   block = smaller(block < LEAST_PANELS * PANEL ? LEAST_PANELS * PANEL : block,
@@ -276,16 +276,16 @@ INLINE int convolve(const Convolution *job, int is_over_time, int is_bf16, int t
       long plane = odd_lines(job->inputs * panels * PANEL);
 #pragma omp for schedule(static)
       for (long i = 0; i < panels * job->inputs; i++)
-        weight_panel(job, first + i / job->inputs * PANEL, i % job->inputs, weights + i * PANEL,
-                     plane, is_over_time, is_bf16);
+        BY_KIND(weight_panel, job, first + i / job->inputs * PANEL, i % job->inputs,
+                weights + i * PANEL, plane, is_over_time);
 #pragma omp for schedule(static)
       for (long p = 0; p < pieces; p++) {
         long start = p * piece, many = smaller(piece, job->tiles - start);
         for (long t = 0; t < many; t++)
           if (is_over_time)
-            read_pixel(job, start + t, a + t * a_step, a_plane, is_bf16);
+            BY_KIND(read_pixel, job, start + t, a + t * a_step, a_plane);
           else
-            read_tile(job, start + t, a + t * a_step, a_plane, is_bf16);
+            BY_KIND(read_tile, job, start + t, a + t * a_step, a_plane);
         /* Rows that are left over: zeros, as what lies there may be slow. */
         for (int f = 0; f < area && many % ROWS; f++)
           memset(a + f * a_plane + many * a_step, 0, (ROWS - many % ROWS) * a_step * sizeof(float));
@@ -297,9 +297,9 @@ INLINE int convolve(const Convolution *job, int is_over_time, int is_bf16, int t
                       c + f * c_plane + t * c_step + n * PANEL, c_step, COLUMNS, 0);
         for (long t = 0; t < many; t++)
           if (is_over_time)
-            write_pixel(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
+            BY_KIND(write_pixel, job, start + t, c + t * c_step, c_plane, first, count);
           else
-            write_tile(job, start + t, c + t * c_step, c_plane, first, count, is_bf16);
+            BY_KIND(write_tile, job, start + t, c + t * c_step, c_plane, first, count);
       }
     }
   }
@@ -326,7 +326,7 @@ EXPORT int winograd(const void *x, const void *weight, const float *bias, void *
       .stride_out = strides[0], .stride_in = strides[1], .stride_t = strides[2],
       .stride_y = strides[3], .stride_x = strides[4],
   };
-  return is_bf16 ? convolve(&job, 0, 1, threads) : convolve(&job, 0, 0, threads);
+  return convolve(&job, 0, is_bf16, threads);
 }
 
 /* The same over time, of samples of `from` frames of so many pixels, to so many frames. */
@@ -341,7 +341,7 @@ EXPORT int winograd_over_time(const void *x, const void *weight, const float *bi
       .rows = rows, .columns = pixels, .tiles = samples * rows * pixels,
       .stride_out = strides[0], .stride_in = strides[1], .stride_t = strides[2],
   };
-  return is_bf16 ? convolve(&job, 1, 1, threads) : convolve(&job, 1, 0, threads);
+  return convolve(&job, 1, is_bf16, threads);
 }
 
 #undef A
