@@ -13,12 +13,16 @@ from diffusers import WanPipeline
 import everyframe
 from everyframe.core.errors import InputError
 from everyframe.core.request import Request
+from everyframe.fast_paths.apply import block_names, swap_modules
 from everyframe.fast_paths.compilation import package_store
+from everyframe.fast_paths.compilation.block_state import describe
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks, disable_compiled
+from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.media.video import Video
 from helpers.compiled_blocks import compile_for
 from helpers.planted_compiler import PlantedCompiler
 from helpers.tiny_checkpoints import pipelines
+from helpers.tiny_checkpoints.diffusers import CASES
 
 CALL: dict[str, Any] = {"height": 16, "width": 16, "num_frames": 5, "num_inference_steps": 2,
                         "output_type": "np"}  # fmt: skip
@@ -123,3 +127,18 @@ def test_components_are_named(pipe: Any) -> None:
     for module in (torch.nn.Linear(2, 2), torch.nn.GELU()):
         with pytest.raises(InputError, match="has no list of blocks that could be compiled"):
             everyframe.compile(module)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_every_block_can_be_described(name: str) -> None:
+    """As written and by the fast paths: what can't be described is never compiled."""
+    with CASES[name].within():
+        pipe = CASES[name].build()
+    modules = [each for each in pipe.components.values() if isinstance(each, torch.nn.Module)]
+    assert any(map(block_names, modules))
+    for paths in ((), tuple(CATALOGUE)):
+        for module in modules:
+            swap_modules(module, paths)
+            for place in block_names(module):
+                assert not describe(module.get_submodule(place)).why_not, place
