@@ -28,6 +28,7 @@ from everyframe.fast_paths.registry import CATALOGUE
 from everyframe.ops.convolution import TemporalConv
 from everyframe.ops.native import convolutions, kernels, library
 from everyframe.ops.native.convolutions import Padding
+from everyframe.precision.cast_hooks import add_input_casts
 from everyframe.runtime.repair.repairs import RepairSet, apply_repair
 from helpers import decoder_paths, native_paths
 from helpers.kernel_numbers import numbers
@@ -282,6 +283,23 @@ def test_norm_of_cogvideox(dtype: torch.dtype, layout: torch.memory_format, fram
     # Its product and sum are rounded once in place of twice.
     assert relative_error(ours, truth) < 1.1 * relative_error(theirs, truth) + 1e-7
     assert kept.keys() == cached.keys()
+    assert all(torch.equal(kept[name], cached[name]) for name in cached)
+
+
+def test_norm_of_cogvideox_by_latents_that_are_wider(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a decoder in bfloat16, whose latents are float32; its norms were left to torch."""
+    norm = nn.Sequential(CogVideoXSpatialNorm3D(64, 8)).bfloat16()
+    add_input_casts(norm)
+    f, latents = numbers(2, 64, 5, 8, 12).bfloat16(), numbers(2, 8, 3, 4, 6)
+    theirs, cached = norm[0](f, latents)
+    swap_modules(norm, ("native-norm",))
+    called: list[Any] = []
+    whole = kernels.group_norm
+    monkeypatch.setattr(kernels, "group_norm", lambda *a, **k: called.append(a) or whole(*a, **k))
+    ours, kept = norm[0](f, latents)
+    assert len(called) == 1
+    assert ours.dtype == theirs.dtype == torch.bfloat16
+    assert relative_error(ours, theirs) < 5e-3
     assert all(torch.equal(kept[name], cached[name]) for name in cached)
 
 

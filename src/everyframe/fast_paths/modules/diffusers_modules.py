@@ -168,12 +168,13 @@ class NativeSpatialNorm3D(CogVideoXSpatialNorm3D):  # type: ignore[misc]
     def forward(
         self, f: Tensor, zq: Tensor, conv_cache: dict[str, Tensor] | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        norm = self.norm_layer
+        norm, layers = self.norm_layer, (self.conv_y.conv, self.conv_b.conv)
         is_native = isinstance(norm, NativeTorchGroupNorm) and norm.suits(f)
-        if self.is_plain or not is_native or zq.dtype != f.dtype:
+        # The latents may be wider: what casts them to the layers' dtype is a hook of those.
+        if self.is_plain or not is_native or any(each.weight.dtype != f.dtype for each in layers):
             plain, new_cache = super().forward(f, zq, conv_cache)
             return F.silu(plain) if self.has_silu else plain, new_cache
-        scale, shift = (layer.conv(zq) for layer in (self.conv_y, self.conv_b))
+        scale, shift = (layer(zq) for layer in layers)
         numbers = torch.arange(zq[0, 0].numel(), dtype=torch.float64).view(1, 1, *zq.shape[2:])
         by = kernels.NormMap(scale, shift, _enlarge(numbers, f).long())
         # Layers of one frame don't read what is cached for them; diffusers has a copy for each.
