@@ -66,6 +66,12 @@ def expand_path(given: Any, what: str = "a path") -> Path:
         ) from None
 
 
+def split_paths(text: str, place: Path | None = None) -> list[str]:
+    """Split names of files at commas, unless something has that whole name, seen from `place`."""
+    whole = os.path.join(place or "", os.path.expanduser(text))
+    return [text] if os.path.exists(whole) else text.split(",")
+
+
 def state_folder() -> Path:
     """Everyframe's folder in the state folder: ``XDG_STATE_HOME``, else ``~/.local/state``.
 

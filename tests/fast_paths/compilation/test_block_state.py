@@ -20,12 +20,16 @@ def _shown(module: nn.Module, name: str) -> str:
     return f"{name} of {module.training}"
 
 
+def _read(block: nn.Module) -> Description:
+    description = Description()
+    description.read(block)
+    return description
+
+
 def described(name: str) -> Any:
     layer = nn.Linear(2, 2)
     layer.extra_repr = MethodType(partial(_shown, name=name), layer)  # type: ignore[method-assign]
-    description = Description()
-    description.read(nn.Sequential(layer))
-    return description.data
+    return _read(nn.Sequential(layer)).data
 
 
 def test_a_method_that_is_a_bound_partial_is_described_by_its_arguments() -> None:
@@ -95,12 +99,6 @@ def test_what_holds_weights_and_is_found_by_name_is_refused(
 ) -> None:
     monkeypatch.setattr(sys.modules[__name__], "ACTIVATION", nn.Linear(2, 2))
     assert describe(Activated()).why_not == "ACTIVATION is a Linear, which can't be compared"
-
-
-def _read(block: nn.Module) -> Description:
-    description = Description()
-    description.read(block)
-    return description
 
 
 def test_a_number_of_numpy_is_a_number() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from everyframe.checkpoints.locate import is_listed
-from everyframe.core.paths import replace_file
+from everyframe.core.paths import replace_file, split_paths
 from everyframe.core.request import Request
 from everyframe.engine.records.record_schema import GIVEN, option_facts
 
@@ -66,8 +66,7 @@ def read_inputs(
     contents: dict[str, Any] = {}
     others = {name: value for name, value in (named or {}).items() if not _names_model(name)}
     for text in _texts([[] if request is None else _values(request), others]):
-        paths = [place / os.path.expanduser(each) for each in (text, *text.split(","))]
-        paths = paths[:1] if _exists(paths[0]) else paths[1:]
+        paths = [place / os.path.expanduser(each) for each in split_paths(text, place)]
         if text in names or not all(map(_exists, paths)):
             continue
         # The name itself stays: it is in the record.

@@ -185,7 +185,6 @@ class _SavedRun:
         self.notes: list[Event] = []
         self._logged: set[str] = set()
         self._place = place
-        self._named = None if job.run is None else job.named
         self._folder: RunFolder | None = None
         self._lock: Lock | None = None
         self._has_news = self._has_run = self._has_plan = False
@@ -247,9 +246,10 @@ class _SavedRun:
         ranks = job.ranks if not self._has_run and number == len(job.weights) else None
         if ranks is None and number != ranks_of(self._folder):
             ranks = {"num_devices": number}
+        named = None if job.run is None else job.named
         return replace(
             job, request=None, run=self.path, root=None, skip=skip, ranks=ranks,
-            out_of_memory=out_of_memory, named=self._named, trust_remote_code=trusts,
+            out_of_memory=out_of_memory, named=named, trust_remote_code=trusts,
             weights=(1.0,) * number,
         )  # fmt: skip
 

@@ -17,6 +17,7 @@ from PIL import Image
 
 from everyframe.core.errors import InputError
 from everyframe.core.options import flag_of
+from everyframe.core.paths import split_paths
 from everyframe.media.frame_source import picture_files
 from everyframe.media.video import Video
 
@@ -35,9 +36,7 @@ def model_names(value: Any) -> Any:
         return [model_names(each) for each in value]
     if not isinstance(value, (str, Path)):
         return plain(value)
-    text = os.fspath(value)
-    is_one = os.path.exists(os.path.expanduser(text))
-    return public_name(text) if is_one else ",".join(map(public_name, text.split(",")))
+    return ",".join(map(public_name, split_paths(os.fspath(value))))
 
 
 def plain(value: Any) -> Any:

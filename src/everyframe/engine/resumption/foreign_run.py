@@ -20,6 +20,7 @@ from everyframe.core.events import Events
 from everyframe.core.field_types import mistyped
 from everyframe.core.lora import Lora
 from everyframe.core.options import Options, shown
+from everyframe.core.paths import split_paths
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.core.serialization import from_jsonable
@@ -178,9 +179,7 @@ def _absolute(value: Any) -> Any:
         return replace(value, file=os.path.abspath(value.path)) if value.path.exists() else value
     if not isinstance(value, (str, os.PathLike)):
         return value
-    text = os.fspath(value)
-    parts = [os.path.expanduser(each) for each in (text, *text.split(","))]
-    parts = parts[:1] if os.path.exists(parts[0]) else parts[1:]
+    parts = [os.path.expanduser(each) for each in split_paths(os.fspath(value))]
     if any(map(is_listed, parts)) or not all(map(os.path.exists, parts)):
         return value
     return ",".join(map(os.path.abspath, parts))

@@ -19,7 +19,7 @@ from everyframe.checkpoints.locate import Location
 from everyframe.checkpoints.model_zoo import controlnet_part, controlnets
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
-from everyframe.core.paths import expand_path
+from everyframe.core.paths import expand_path, split_paths
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
 from everyframe.runtime.components.component_files import (
@@ -168,8 +168,7 @@ def _split(asked: Sequence[Any]) -> list[str]:
             raise InputError(
                 f"controlnet must be a folder, a hub id or a short name, got {type(each).__name__}"
             )
-        text = os.fspath(each)
-        names += [text] if os.path.exists(os.path.expanduser(text)) else text.split(",")
+        names += split_paths(os.fspath(each))
     return [name.strip() for name in names]
 
 

@@ -76,7 +76,7 @@ class ChannelsLastConv2d(nn.Conv2d):
     moves_its_weight = True  # see `everyframe.runtime.components.component_state`
 
     def _conv_forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if multiplies(x, weight):
+        if x.dtype == weight.dtype:
             self.move_weight()
         plain: Tensor = super()._conv_forward(x, weight, bias)
         return plain
