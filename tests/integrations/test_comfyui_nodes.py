@@ -25,6 +25,7 @@ from everyframe.engine.workers.worker_start import IN_PROCESS
 from everyframe.media.preview_picture import encode_preview
 from everyframe.media.video import Video
 from everyframe.runs.folder import list_runs, runs_folder
+from everyframe.runtime.previews.latent_previews import scale_frame
 from everyframe.server.requests.client_options import option_owners
 from helpers import comfyui_stand_in as stand_in
 from helpers.fake_engine import plan_of
@@ -53,7 +54,8 @@ class PreviewingExecutor(FakeExecutor):
                 event = replace(event, frames=event.frames.astype(np.float32) / 255)
             yield event
             if event.type == "step":
-                picture, (width, height) = encode_preview(frames_of(3)[0])
+                frame = scale_frame(torch.from_numpy(frames_of(3)[0])).numpy()
+                picture, (height, width) = encode_preview(frame), frame.shape[:2]
                 yield Preview(event.seed, event.step, event.num_steps, width, height, picture)
 
 

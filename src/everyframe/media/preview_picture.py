@@ -16,18 +16,15 @@ LONG_SIDE, MAX_BYTES = 256, 20_000
 _COMMENT = b"everyframe preview"
 
 
-def encode_preview(frame: Frames) -> tuple[bytes, tuple[int, int]]:
-    """JPEG file of a frame (H, W, 3) of uint8, scaled to `LONG_SIDE`, and its (width, height)."""
-    height, width = frame.shape[:2]
-    scale = LONG_SIDE / max(height, width)
-    size = (max(1, round(width * scale)), max(1, round(height * scale)))
-    picture = Image.fromarray(np.ascontiguousarray(frame)).resize(size, Image.Resampling.BICUBIC)
+def encode_preview(frame: Frames) -> bytes:
+    """JPEG file of a frame (H, W, 3) of uint8, of `MAX_BYTES` at most."""
+    picture = Image.fromarray(np.ascontiguousarray(frame))
     for quality in (80, 60, 40, 20, 5):
         file = io.BytesIO()
         picture.save(file, "JPEG", quality=quality, comment=_COMMENT)
         if file.tell() <= MAX_BYTES:
             break
-    return file.getvalue(), size
+    return file.getvalue()
 
 
 def is_preview(path: Path) -> bool:

@@ -18,7 +18,7 @@ from everyframe.core.plan import PreviewPlan
 from everyframe.engine import output_files
 from everyframe.engine.output_files import OutputFiles
 from everyframe.media.preview_picture import encode_preview
-from everyframe.runtime.previews.latent_previews import Previewer, middle_frames
+from everyframe.runtime.previews.latent_previews import Previewer, middle_frames, scale_frame
 from everyframe.runtime.previews.latent_space import LatentColors, LatentSpace
 from everyframe.runtime.previews.preview_fit import ColorFit
 
@@ -44,7 +44,8 @@ def test_the_middle_frame_of_each_layout(layout: str, shape: tuple[int, ...]) ->
 @pytest.mark.parametrize(("height", "width"), [(1080, 1920), (1920, 1080), (64, 64), (8, 4096)])
 def test_pictures_are_small(height: int, width: int) -> None:
     noise = np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    data, (w, h) = encode_preview(noise)
+    frame = scale_frame(torch.from_numpy(noise)).numpy()
+    data, (h, w) = encode_preview(frame), frame.shape[:2]
     assert len(data) <= 20_000
     assert max(w, h) == 256
     with Image.open(io.BytesIO(data)) as picture:
@@ -259,7 +260,7 @@ def test_a_full_disk_ends_the_previews_and_not_the_run(
 def test_a_file_that_is_no_preview_stays(tmp_path: Path) -> None:
     mine = tmp_path / "clip.preview.jpg"
     frame = np.zeros((16, 16, 3), dtype=np.uint8)
-    event = Preview(1, 1, 2, 16, 16, encode_preview(frame)[0])
+    event = Preview(1, 1, 2, 16, 16, encode_preview(frame))
     for content, is_replaced in ((b"a picture of mine", False), (event.image, True)):
         mine.write_bytes(content)
         with OutputFiles({1: f"{tmp_path}/clip.mp4"}, 8) as sink:
