@@ -13,8 +13,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from everyframe.core.errors import CheckpointError, InputError
+from everyframe.core.plan import Precision
 from everyframe.families.opensora2 import vae as vaes
 from everyframe.families.opensora2.vae_config import DCAEConfig, HunyuanVAEConfig, VAEConfig
+from everyframe.precision.cast_hooks import add_cast_hooks
+from everyframe.precision.upcast import Upcast
 
 HUNYUAN = HunyuanVAEConfig(
     latent_channels=2, block_out_channels=(8, 8, 16, 16), layers_per_block=1, norm_num_groups=4,
@@ -159,6 +162,20 @@ def test_every_frame_comes_out_of_the_tiles(frames: int) -> None:
         lost = vaes.apply_in_tiles(lambda z: vaes.decode_tile(vae, config, z), latents, upstream)
         is_short = latents.shape[2] % tiles.frames.step == 1
         assert (lost.shape[2] == frames) == (not is_short)
+
+
+def test_a_repaired_block_of_the_dcae_fits_the_layers_around_it() -> None:
+    """Its result is float32, and the next convolution's weights are bfloat16."""
+    vae = built(DCAE).float()
+    add_cast_hooks(vae, Precision("bfloat16", "bfloat16"), ("encoder", "decoder"))
+    pixels = torch.rand(1, 3, 8, 32, 32) * 2 - 1
+    with torch.no_grad():
+        plain = vae.encoder(pixels)
+        for stage in list(vae.encoder.stages)[:-1]:
+            repair = Upcast(stage.op_list[0], torch.float32)
+            repaired = vae.encoder(pixels)
+            repair.undo()
+            assert 0 < (repaired - plain).norm() < 0.1 * plain.norm()
 
 
 def test_tiles_of_the_released_sizes() -> None:

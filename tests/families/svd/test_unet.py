@@ -14,7 +14,17 @@ from diffusers import UNetSpatioTemporalConditionModel
 from torch import Tensor
 
 import everyframe
+from everyframe.core.plan import Precision
 from everyframe.families.svd import unet
+from everyframe.families.svd.blocks import (
+    FrameTransformer,
+    ResidualBlock,
+    SpatialLayer,
+    TemporalLayer,
+)
+from everyframe.families.svd.components import UNET_ISLANDS
+from everyframe.precision.cast_hooks import add_cast_hooks
+from everyframe.precision.upcast import Upcast
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 from helpers.tiny_checkpoints import svd as tiny_svd
 
@@ -31,6 +41,7 @@ SIZES: dict[str, Any] = {
         "CrossAttnUpBlockSpatioTemporal",
     ),
 }  # fmt: skip
+LAYERS = (ResidualBlock, FrameTransformer, SpatialLayer, TemporalLayer)
 
 
 @pytest.fixture(scope="module")
@@ -113,3 +124,19 @@ def test_what_does_not_depend_on_latents_is_computed_once_a_run(
     assert calls["time_pos_embed.linear_1"] == 4
     assert calls["time_embedding.linear_1"] == 3
     assert calls["attn1.to_q"] == 3 * 8
+
+
+def test_each_repaired_layer_fits_the_layers_around_it(both: tuple[Any, unet.VideoUNet]) -> None:
+    """A layer in float32 gives float32 to the next one, which computes in bfloat16."""
+    ours = unet.build(SIZES).eval().requires_grad_(False)
+    ours.load_state_dict(both[1].state_dict())
+    add_cast_hooks(ours, Precision("bfloat16", "bfloat16", islands=UNET_ISLANDS))
+    x, t, picture, time_ids = inputs(2, 4, 4)
+    plain = ours(x, t, ours.context(picture, time_ids, 2))
+    layers = [part for part in ours.mid_block.modules() if isinstance(part, LAYERS)]
+    assert {*map(type, layers)} == {*LAYERS}
+    for layer in layers:
+        repair = Upcast(layer, torch.float32)
+        repaired = ours(x, t, ours.context(picture, time_ids, 2))
+        repair.undo()
+        assert 0 < (repaired - plain).norm() < 0.1 * plain.norm()

@@ -51,6 +51,7 @@ class ConvLayer(nn.Module):
         out_channels: int,
         kernel: int = 3,
         *,
+        stride: tuple[int, int, int] = (1, 1, 1),
         groups: int = 1,
         bias: bool = True,
         is_normed: bool = False,
@@ -58,7 +59,7 @@ class ConvLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.conv = nn.Conv3d(
-            in_channels, out_channels, kernel, padding=kernel // 2, groups=groups, bias=bias
+            in_channels, out_channels, kernel, stride, kernel // 2, groups=groups, bias=bias
         )
         if is_normed:
             self.norm = RMSNorm3d(out_channels)
@@ -160,16 +161,15 @@ class Downsample(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int, *, halves_time: bool) -> None:
         super().__init__()
-        self.main = ConvLayer(in_channels, out_channels)
+        # Of a single frame, every stride along time gives that frame.
+        self.main = ConvLayer(in_channels, out_channels, stride=(1 + halves_time, 2, 2))
         self.out_channels, self.halves_time = out_channels, halves_time
 
     def forward(self, x_BCTHW: Tensor) -> Tensor:
         rt, rh, rw = _factors(x_BCTHW, self.halves_time)
-        conv = self.main.conv
-        out = F.conv3d(x_BCTHW, conv.weight, conv.bias, (rt, rh, rw), 1)
         pattern = "b c (t rt) (h rh) (w rw) -> b (c rt rh rw) t h w"
         folded = rearrange(x_BCTHW, pattern, rt=rt, rh=rh, rw=rw)
-        return out + _group_means(folded, self.out_channels)
+        return cast(Tensor, self.main(x_BCTHW) + _group_means(folded, self.out_channels))
 
 
 class ProjectOut(nn.Module):

@@ -224,7 +224,9 @@ class FrameTransformer(nn.Module):
             tokens = layout.over_time(space(tokens, picture_brC[:, :, None]))
             moved = tokens + context.frames[:, None].to(tokens.dtype)
             moved = time(moved, layout.of_pixels(context.temporal[layer]))
-            tokens = layout.over_space(moved.lerp_(tokens, context.mix.to(tokens.dtype)))
+            # A repair may have widened the temporal layer alone.
+            mixed = moved.lerp_(tokens.to(moved.dtype), context.mix.to(moved.dtype))
+            tokens = layout.over_space(mixed)
         answer: Tensor = self.proj_out(tokens).flatten(0, 1)
         return x + torch.unflatten(answer, 1, x.shape[-2:]).permute(0, 3, 1, 2)
 
