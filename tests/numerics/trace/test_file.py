@@ -89,6 +89,7 @@ def table(name: str, change: object) -> object:
 
 
 HEADER, TABLES = "trace.json", "tables.safetensors"
+NTH = torch.tensor([0, 1, 0, 0], dtype=torch.int32)
 BROKEN = {
     "no header": (HEADER, lambda _: None, "a zip, and no trace"),
     "another version": (HEADER, edited(schema_="everyframe.trace/2"), "trace/1"),
@@ -103,6 +104,10 @@ BROKEN = {
     "rows that are not there": (TABLES, table("numbers", lambda t: t[:3]), "fingerprints that it"),
     "numbers of another width": (TABLES, table("numbers", lambda t: t[:, :5]), "fingerprints are"),
     "another type": (TABLES, table("seen", lambda t: t.float()), "torch.float32"),
+    "numbers of half": (TABLES, table("numbers", lambda t: t.bfloat16()), "torch.bfloat16"),
+    # A comparison is drawn with a column for each call.
+    "a call of the millions": (TABLES, table("calls", lambda t: t + NTH * 9**8), "of calls that"),
+    "a call before the first": (TABLES, table("calls", lambda t: t - NTH * 9), "of calls that"),
 }  # fmt: skip
 
 

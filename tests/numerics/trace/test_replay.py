@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -151,3 +152,16 @@ def test_another_module_is_reported() -> None:
     compared = compared_of(torch.ones(1, 3), None)
     with pytest.raises(InputError, match="model can't be replayed"):
         replay(compared, 0, nn.Linear(3, 3))
+
+
+@pytest.mark.parametrize(
+    "given", [{"args": [{}], "kwargs": {}}, {"args": [{"dict": [1]}], "kwargs": {}}, "net"]
+)
+def test_arguments_that_no_recorder_wrote_are_one_line(given: object) -> None:
+    """A trace is a file, which anybody may have written."""
+    net = traced_modules.net()
+    compared = compare(recorded(net), recorded(net))  # type: ignore[arg-type]
+    call = call_of(compared, CORE)
+    made = replace(compared.a, arguments={call: given})
+    with pytest.raises(InputError, match="can't be replayed"):
+        replay(replace(compared, a=made), call, net.get_submodule(CORE[4:]))

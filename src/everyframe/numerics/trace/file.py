@@ -143,14 +143,18 @@ class _Numbered(dict[_Name, int]):
 def _trace(header: _Header, tables: dict[str, Tensor], full: dict[str, Tensor]) -> Trace:
     if set(tables) != {"calls", "seen", "numbers"}:
         raise _BrokenError(f"it has the tables {', '.join(sorted(tables))}")
-    numbers = tables["numbers"].numpy()
-    if numbers.ndim != 2 or numbers.shape[1] != NUM_NUMBERS or numbers.dtype.kind != "f":
-        raise _BrokenError(f"its fingerprints are {numbers.dtype} {numbers.shape}")
+    prints = tables["numbers"]
+    is_table = prints.ndim == 2 and prints.shape[1] == NUM_NUMBERS
+    if not is_table or prints.dtype not in (torch.float32, torch.float64):
+        raise _BrokenError(f"its fingerprints are {prints.dtype} {tuple(prints.shape)}")
+    numbers = prints.numpy()
     calls, seen = _table(tables["calls"], 4), _table(tables["seen"], 6)
     _check_below(calls[:, 0], len(header.parts), "modules")
     parents = calls[:, 3]
     if (parents >= np.arange(len(calls))).any() or (parents < -1).any():
         raise _BrokenError("its calls are not in order")
+    # Both count calls, from 1; a picture of the comparison has a column for each.
+    _check_below(calls[:, 1:3] - 1, len(calls), "numbers of calls")
     for column, known, what in (
         (0, len(calls), "calls"), (1, len(_KINDS), "kinds"), (2, len(header.names), "names"),
         (3, len(header.dtypes), "dtypes"), (4, len(header.shapes), "shapes"),
@@ -186,5 +190,5 @@ def _table(tensor: Tensor, width: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def _check_below(column: np.ndarray[Any, Any], known: int, what: str) -> None:
-    if len(column) and (column.min() < 0 or column.max() >= known):
+    if column.size and (column.min() < 0 or column.max() >= known):
         raise _BrokenError(f"it names {what} that it does not hold")

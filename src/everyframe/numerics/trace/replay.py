@@ -158,7 +158,8 @@ def replay(compared: Comparison, call: int, module: nn.Module) -> Replayed:
         wide = _widen(module)
         try:
             results = [_again(wide, trace, made) for trace, made in runs]
-        except (RuntimeError, TypeError, KeyError, InputError) as error:
+        except (RuntimeError, TypeError, LookupError, ValueError, AttributeError) as error:
+            # Whatever stands in the file was handed to the module.
             text = " ".join(str(error).split())[:300]
             raise InputError(f"{name} can't be replayed: {text}") from error
     given = [_recorded_tensors(trace, made, "output") for trace, made in runs]
