@@ -81,7 +81,7 @@ def _of_weights(parts: Mapping[str, nn.Module]) -> dict[int, Fault]:
         for name, tensor in bad_weights({part: parts[part]}):
             seen, own = value_range(tensor), name.removeprefix(f"{part}.")
             fault = Fault(part, own, "", "weights", tensor.dtype, seen, seen, None)
-            found[storage_of(tensor)] = fault
+            found |= {storage_of(each): fault for each in iter_tensors(tensor)}
     return found
 
 

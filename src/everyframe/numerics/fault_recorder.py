@@ -20,6 +20,7 @@ from everyframe.hardware.device_loss import is_device_loss
 from everyframe.numerics.fault import Cause, Fault
 from everyframe.numerics.tensor_stats import Range, iter_tensors, value_range
 from everyframe.ops.native.kernels import KernelMode
+from everyframe.precision.plain_tensors import is_plain
 
 #: Operations that allocate uninitialised memory.
 _UNFILLED = ("empty", "empty_like", "empty_strided", "empty_permuted", "new_empty",
@@ -207,9 +208,10 @@ def _cause(dtype: torch.dtype, in_float32: Range | None) -> Cause:
 def _widen(value: Any) -> Any:
     """Replace half precision by float32, in tensors (copied) and in dtype arguments.
 
-    The copies matter, because some operations write into their operands.
+    The copies matter, because some operations write into their operands. A quantizer's tensors
+    stay.
     """
-    if isinstance(value, Tensor) and value.is_floating_point():
+    if isinstance(value, Tensor) and is_plain(value) and value.is_floating_point():
         return value.to(max(value.dtype, torch.float32, key=lambda each: each.itemsize), copy=True)
     if isinstance(value, torch.dtype) and value in (torch.float16, torch.bfloat16):
         return torch.float32

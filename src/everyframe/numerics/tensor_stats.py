@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from everyframe.precision.plain_tensors import plain_tensors
+
 
 @dataclass(frozen=True)
 class Range:
@@ -40,10 +42,14 @@ class Range:
 
 
 def iter_tensors(value: Any) -> Iterator[Tensor]:
-    """Yield non-empty floating tensors, also from tuples, lists, mappings and dataclasses."""
+    """Yield non-empty floating tensors, also from tuples, lists, mappings and dataclasses.
+
+    A quantizer's tensor stands for what it holds, such as its scales.
+    """
     if isinstance(value, Tensor):
-        if value.is_floating_point() and value.numel():
-            yield value
+        for _, tensor in plain_tensors(value, ""):
+            if tensor.is_floating_point() and tensor.numel():
+                yield tensor
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from iter_tensors(item)
