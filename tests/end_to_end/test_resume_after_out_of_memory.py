@@ -26,6 +26,7 @@ from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.run import stream
 from everyframe.runs.folder import all_runs
 from everyframe.runs.run_state import EVERY_STEP, FileOomLog, SaveOptions
+from everyframe.runtime.components.component_cache import WarmComponents
 from helpers.events import frames_by_seed
 from helpers.out_of_memory import TOO_LITTLE, before_calls
 from helpers.tiny_checkpoints import families as tiny_families
@@ -86,9 +87,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return lambda family: tiny_families.written(ASKED[family][0], root / family)
 
 
-def begun(model: Path, family: str, root: Path) -> Iterator[Event]:
+def begun(model: Path, family: str, root: Path, num_steps: int | None = None) -> Iterator[Event]:
     asked = {"num_inference_steps": 3, "seed": 1, "device": "cpu", "dtype": "fp32"}
-    request = Request(model=str(model), **{**asked, **ASKED[family][1]})
+    own = {"num_inference_steps": num_steps} if num_steps else {}
+    request = Request(model=str(model), **{**asked, **ASKED[family][1], **own})
     return stream(request, keep=SaveOptions(root, pace=EVERY_STEP))
 
 
@@ -200,6 +202,25 @@ def test_what_can_not_be_kept_is_reported_and_what_can_not_be_read_is_refused(
     kept = FileOomLog(run, 0, 1, messages.append)
     kept.keep(kept.known()[0])
     assert messages == ["No space left on device"]
+
+
+def test_a_call_made_again_in_what_others_left_saves_its_own_answers(
+    folder: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Freeing the components of other runs is no fallback; the pipeline is called again all the
+    same, and killed then.
+    """
+    model = folder("animatediff")
+    wanted = frames_by_seed([*begun(model, "animatediff", tmp_path / "plain", num_steps=3)])
+    freed, failing = iter([True]), iter([True, *[False] * 9])
+    monkeypatch.setattr(WarmComponents, "free_others", lambda _: next(freed, False))
+    with little("UNetMotionModel", lambda _: next(failing), 1, 2), pytest.raises(Killed):
+        [*begun(model, "animatediff", tmp_path / "killed", num_steps=3)]
+    assert next(freed, None) is None
+    (run,) = all_runs(tmp_path / "killed")
+    again = [*resume_run(run, pace=EVERY_STEP)]
+    assert differ(frames_by_seed(again), wanted) == []
+    assert list_fallbacks(again) == []
 
 
 def _no_space(*_: Any) -> None:

@@ -245,14 +245,14 @@ class PipelineStage:
             if self._is_shared:
                 at = (made.at,) if made.at else ()
                 raise together(self.name, made.step, at, made.place, made.message)
-            if ready.fallbacks.free_others():
-                continue
-            less = ready.fallbacks.at(0, made.at)
-            if less is None:
-                tried, is_in_memory = ready.fallbacks.tried, self.pipe is not None
-                raise beyond_memory(made, tried, is_in_memory=is_in_memory)
-            why = f"{made.place}: out of memory ({made.message}); calling it again with less memory"
-            emit(less.event(self.name, made.step, why, video.seed))
+            if not ready.fallbacks.free_others():
+                less = ready.fallbacks.at(0, made.at)
+                if less is None:
+                    tried, is_in_memory = ready.fallbacks.tried, self.pipe is not None
+                    raise beyond_memory(made, tried, is_in_memory=is_in_memory)
+                why = f"{made.place}: out of memory ({made.message})"
+                why = f"{why}; calling it again with less memory"
+                emit(less.event(self.name, made.step, why, video.seed))
             if video.replay_log is not None:
                 video.replay_log.again()
 
