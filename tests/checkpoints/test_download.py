@@ -183,6 +183,32 @@ def test_of_a_pipeline_only_what_it_is_loaded_from_is_fetched(
     assert asked["allow_patterns"] == ["*.ckpt"]
 
 
+@pytest.mark.parametrize("without", [(), ("unet",)])
+def test_of_a_variant_its_shards_and_the_pipelines_code_are_fetched(
+    without: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unet = [
+        "unet/model.bf16-00001-of-00002.safetensors", "unet/model.bf16-00002-of-00002.safetensors",
+    ]  # fmt: skip
+    wanted = ["model_index.json", "unet/config.json", "vae/model.bf16.safetensors", "pipeline.py"]
+    others = ["unet/model-00001-of-00001.safetensors", "unet.bf16.safetensors", "README.md"]
+    asked: dict[str, Any] = {}
+
+    class Info:
+        sha = "0" * 40
+        siblings = tuple(SimpleNamespace(rfilename=name) for name in (*unet, *wanted, *others))
+
+    def download(repo_id: str, **options: Any) -> str:
+        asked.update(options)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: Info())
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    part = locate("o/n", variant="bf16").parts[0].part
+    fetch([Wanted("o/n", part.patterns, without=without)])
+    assert asked["allow_patterns"] == ([] if without else unet) + wanted
+
+
 def test_weights_of_replaced_components_are_not_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,7 +233,7 @@ def test_a_variant_is_what_is_wanted_of_the_hub() -> None:
     assert whole.bytes_to_fetch is not None
     assert half.bytes_to_fetch == whole.bytes_to_fetch / 2
     anything = locate("some/body", variant="fp16").parts[0].part
-    assert anything.needs == (("*.fp16.safetensors",),)
+    assert anything.needs == (("*.fp16.safetensors", "*.fp16-*.safetensors"),)
     assert "*.json" in anything.patterns
 
 
@@ -243,3 +243,21 @@ def test_a_variant_stands_in_where_it_is_all_there_is(tmp_path: Path) -> None:
     assert found.is_complete
     assert {place.part.variant for place in found.parts} == {"fp16"}
     assert not locate("svd", variant="bf16").is_complete
+
+
+def test_shards_of_a_variant_are_missed_by_its_own_index(tmp_path: Path) -> None:
+    """The plain weights have an index too, which is fetched with the configs."""
+    shards = [f"unet/model.bf16-0000{number}-of-00002.safetensors" for number in (1, 2)]
+    names = {"a": shards[0][5:], "b": shards[1][5:]}
+    files = {
+        "unet/config.json": b"{}",
+        "unet/model.safetensors.index.json": b'{"weight_map": {"a": "model-1.safetensors"}}',
+        "unet/model.safetensors.index.bf16.json": json.dumps({"weight_map": names}).encode(),
+        "vae/model.bf16.safetensors": b"",
+    }
+    plant(tmp_path, "some/body", files)
+    assert locate("some/body", variant="bf16").parts[0].missing == tuple(shards)
+    plant(tmp_path, "some/other", files | dict.fromkeys(shards, b""))
+    found = locate("some/other", variant="bf16")
+    assert found.is_complete
+    assert {path.name for path in found.parts[0].files} >= {Path(name).name for name in shards}

@@ -130,19 +130,21 @@ def _of_pipeline(wanted: Wanted, names: Sequence[str]) -> tuple[str, ...]:
     """Files among `names` that a diffusers pipeline loads; none if it is no pipeline.
 
     Repositories often hold the same weights twice: pickled, or in one file at the top for other
-    programs. Used only if every kind of weights is wanted.
+    programs. Used only if weights of any name are wanted.
     """
     patterns = wanted.patterns
-    if "*.safetensors" not in patterns or not _INDEXES & set(names):
+    is_any = any(each.startswith("*") and each.endswith(".safetensors") for each in patterns)
+    if not is_any or not _INDEXES & set(names):
         return ()
     safe = {name.rpartition("/")[0] for name in names if name.endswith(".safetensors")}
 
     def is_needed(name: str) -> bool:
         folder = name.rpartition("/")[0]
-        bare = name.removesuffix(".index.json")
+        bare = name.partition(".index.")[0]
         if bare.endswith(WEIGHT_SUFFIXES):
             is_read = bare.endswith(".safetensors") or folder not in safe
-            return bool(folder) and is_read and folder not in wanted.without
+            if not folder or not is_read or folder in wanted.without:
+                return False
         # Code is fetched to be read; it runs only if that is allowed.
         return any(fnmatch.fnmatchcase(name, each) for each in (*patterns, "*.py"))
 

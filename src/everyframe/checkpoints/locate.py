@@ -192,7 +192,8 @@ def find_part(part: HubPart) -> PartLocation:
         for group in part.needs
         if not any(_matches(name, group) for name in mine)
     ]
-    missing += missing_shards(mine)
+    # Of a variant the other index is there too, whose shards are not wanted.
+    missing += [name for name in missing_shards(mine) if _matches(name, part.patterns)]
     if part.role == _WHOLE_MODEL and folder is not None:
         missing += folders_without_weights(folder, part.without)
     on_disk = sum(path.stat().st_size for path in mine.values())

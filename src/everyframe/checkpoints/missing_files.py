@@ -11,6 +11,8 @@ from everyframe.core.errors import CheckpointError
 
 #: ``pytorch_model-00001-of-00002.bin``: the first of two says that there is a second.
 _SHARD = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})(?P<ending>\.\w+)")
+#: An index, also of a variant: ``model.safetensors.index.fp16.json``.
+_INDEX = re.compile(r"(?P<stem>.+)(?P<ending>\.\w+)\.index(?P<variant>\.\w+)?\.json")
 #: Parts of class names of components that have no weights.
 _WITHOUT_WEIGHTS = ("Tokenizer", "Processor", "Extractor", "Scheduler")
 
@@ -22,10 +24,8 @@ def missing_shards(files: dict[str, Path]) -> list[str]:
     """
     missing: list[str] = []
     for name, path in files.items():
-        if not name.endswith(".index.json"):
-            continue
-        whole = name.removesuffix(".index.json")
-        if whole in files:
+        index = _INDEX.fullmatch(name)
+        if index is None or index["stem"] + (index["variant"] or "") + index["ending"] in files:
             continue
         folder = name.rpartition("/")[0]
         shards = read_json(path).get("weight_map")

@@ -49,8 +49,8 @@ class HubPart:
 
     def as_variant(self, variant: str) -> HubPart:
         """Copy with the weight files of that variant: ``*.fp16.safetensors``."""
-        needs = tuple(tuple(_as_variant(p, variant) for p in group) for group in self.needs)
-        extras = tuple(_as_variant(p, variant) for p in self.extras)
+        needs = tuple(_as_variant(group, variant) for group in self.needs)
+        extras = _as_variant(self.extras, variant)
         return replace(self, needs=needs, extras=extras, variant=variant)
 
     @property
@@ -135,8 +135,15 @@ def _part(*, needs: Sequence[Any], extras: Sequence[str] = (), **rest: Any) -> H
     return HubPart(needs=groups, extras=tuple(extras), **rest)
 
 
-def _as_variant(pattern: str, variant: str) -> str:
-    """``model.safetensors`` as ``model.fp16.safetensors``; other files keep their names."""
-    if not pattern.endswith(_WEIGHTS):
-        return pattern
-    return f"{pattern.removesuffix(_WEIGHTS)}.{variant}{_WEIGHTS}"
+def _as_variant(patterns: Sequence[str], variant: str) -> tuple[str, ...]:
+    """``model.safetensors`` as ``model.fp16.safetensors``; other files keep their names.
+
+    Any weights may be shards: ``model.fp16-00001-of-00002.safetensors``.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        stem = pattern.removesuffix(_WEIGHTS)
+        found.append(pattern if stem == pattern else f"{stem}.{variant}{_WEIGHTS}")
+        if stem == "*":
+            found.append(f"*.{variant}-*{_WEIGHTS}")
+    return tuple(found)
