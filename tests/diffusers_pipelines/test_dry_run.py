@@ -237,6 +237,29 @@ def test_the_variant_that_was_asked_for_is_read(folder: Path, tmp_path: Path) ->
         everyframe.plan(model=str(both), variant="bf16", **SMALL)
 
 
+def test_any_word_names_a_variant(folder: Path, tmp_path: Path) -> None:
+    """As for diffusers; whole or in shards, beside the plain weights or alone."""
+    pipe = diffusers.CogVideoXPipeline.from_pretrained(folder)
+    both, alone = tmp_path / "both", tmp_path / "alone"
+    pipe.save_pretrained(both)
+    pipe.save_pretrained(both, variant="ema", max_shard_size="50KB")
+    pipe.save_pretrained(alone, variant="ema", max_shard_size="50KB")
+
+    def files(model: Path, **more: Any) -> set[str]:
+        request = everyframe.Request(model=str(model), **more, **SMALL)
+        return {Path(file).name for file in prepare(request).model.weight_files()}
+
+    shard = "diffusion_pytorch_model.ema-00001-of-00002.safetensors"
+    assert files(both) == {"diffusion_pytorch_model.safetensors", "model.safetensors"}
+    assert shard in files(both, variant="ema") == files(alone)
+    assert all(".ema" in name for name in files(alone))
+    video = everyframe.generate(model=str(alone), dtype="fp32", **SMALL)
+    plain = everyframe.generate(model=str(both), dtype="fp32", **SMALL)
+    assert isinstance(video, everyframe.Video)
+    assert isinstance(plain, everyframe.Video)
+    np.testing.assert_array_equal(video.frames, plain.frames)
+
+
 def test_flexible_attention_that_nobody_compiled_holds_its_scores() -> None:
     """Measured with torch 2.13 on a CPU: 3.3 times the scores in float32; two are sure."""
 

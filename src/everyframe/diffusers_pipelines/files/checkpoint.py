@@ -39,8 +39,9 @@ OWN_WEIGHTS = "everyframe_weights.json"
 #: Keys of a tokenizer's config that name files.
 _NAMED_FILES = ("tokenizer_file", "vocab_file", "merges_file", "spm_file", "sp_model_file")
 
-#: Weight variant in a file name, as in ``diffusion_pytorch_model.fp16.safetensors``.
-_VARIANT = re.compile(r"\.(?P<name>fp16|bf16|fp32|non_ema)[.-]")
+#: Weight variant in a file name, as in ``diffusion_pytorch_model.fp16.safetensors``; diffusers
+#: takes any word.
+_VARIANT = re.compile(r"\.(?P<name>[A-Za-z]\w*)(-\d+-of-\d+)?\.safetensors$")
 
 
 @dataclass(frozen=True)
