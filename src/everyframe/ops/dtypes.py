@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from everyframe.ops.device import device_type
+
 
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for everything narrower and for integers."""
@@ -18,3 +20,8 @@ def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
 def upcast_to_float32(x: Tensor) -> Tensor:
     """`x` in float32; unchanged and not copied if it is float32 or float64."""
     return x.to(float32_or_wider(x.dtype))
+
+
+def upcast_to_widest(x: Tensor) -> Tensor:
+    """`x` in float64, or in float32 on a device that lacks it (Apple's GPUs)."""
+    return x.float() if device_type(x) == "mps" else x.double()

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.quality import SamplingMethod
+from everyframe.ops.dtypes import upcast_to_widest
 from everyframe.samplers.base import Denoise, Step, as_state, check_start
 from everyframe.samplers.error_budget import ErrorBudget
 
@@ -270,6 +271,7 @@ def _estimate(
     taus = [path.tau(each) for each in (*history.levels, level)]
     weight = (taus[2] - taus[1]) / (taus[1] - taus[0])
     expected = history.answers[1] + weight * (history.answers[1] - history.answers[0])
-    size = x.double().norm() / path.scale(level)
+    size = upcast_to_widest(x).norm() / path.scale(level)
     share = abs(taus[2] - taus[1]) / taus[2]
-    return float(share * (x0.double() - expected.double()).norm() / size)
+    change = upcast_to_widest(x0) - upcast_to_widest(expected)
+    return float(share * change.norm() / size)

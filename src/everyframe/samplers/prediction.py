@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from everyframe.core.quality import SamplingMethod
+from everyframe.ops.dtypes import upcast_to_widest
 from everyframe.samplers.base import Denoise
 from everyframe.samplers.error_budget import ErrorBudget
 
@@ -54,10 +55,11 @@ class AnswerHistory:
         """
         if len(self.times) < 2 or time == self.times[-1]:
             return None
-        difference = (answer.double() - self.predict(time).double()).norm()
+        exact = upcast_to_widest(answer)
+        difference = (exact - upcast_to_widest(self.predict(time))).norm()
         longest = max(abs(self.times[0]), abs(self.times[-1]), abs(time))
         share = abs(time - self.times[-1]) / longest
-        return float(difference / answer.double().norm()) * share
+        return float(difference / exact.norm()) * share
 
 
 def lagrange_weights(times: Sequence[float], time: float) -> list[float]:

@@ -184,3 +184,29 @@ def test_a_kernel_holds_however_a_component_is_called(paths: tuple[str, ...]) ->
     apply_fast_paths(whole, paths, called_parts(whole))
     assert whole.decode() is bool(paths)
     assert torch.backends.cuda.flash_sdp_enabled()
+
+
+class OnMetal(torch.Tensor):
+    """As on Apple's GPUs, which have no float64."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.cpu:
+            return args[0].as_subclass(torch.Tensor)
+        made = super().__torch_function__(func, types, args, kwargs or {})
+        if isinstance(made, cls) and made.dtype == torch.float64:
+            raise TypeError("Cannot convert a MPS Tensor to float64 dtype")
+        return made
+
+
+def test_timesteps_on_a_device_without_float64() -> None:
+    steps = torch.tensor([999.0, 500, 1])
+    timesteps = steps.as_subclass(OnMetal)
+    with pytest.raises(TypeError, match="float64"):
+        timesteps.double()
+    bench = Bench(SimpleNamespace(timesteps=timesteps, sigmas=steps / 1000))
+    with bench.watch as watch:
+        for each in timesteps:
+            bench.high(X, each.expand(2))
+        watch.finish()
+    assert bench.seen == [(1, 3), (2, 3), (3, 3)]

@@ -210,8 +210,13 @@ def _timestep(
     found = next((given[each] for each in _TIMESTEP_NAMES if each in given), None)
     if found is None:
         return None
-    flat = torch.as_tensor(found).detach().double().flatten()
+    flat = _numbers(found)
     return (float(flat.min()), float(flat.max()))
+
+
+def _numbers(given: Any) -> torch.Tensor:
+    """Numbers in float64 on the host: some devices have no float64."""
+    return torch.as_tensor(given).detach().flatten().cpu().double()
 
 
 def _num_steps(scheduler: Any, timestep: Any) -> int | None:
@@ -222,7 +227,7 @@ def _num_steps(scheduler: Any, timestep: Any) -> int | None:
     timesteps = getattr(scheduler, "timesteps", None)
     if timesteps is None or not len(timesteps):
         return None
-    left = torch.as_tensor(timesteps).detach().double().flatten().cpu()
+    left = _numbers(timesteps)
     first = getattr(scheduler, "begin_index", None)
     if not first and isinstance(timestep, tuple):
         # Frames that are given may have a lower one.
@@ -241,6 +246,6 @@ def _first_index(scheduler: Any, timesteps: torch.Tensor, value: float) -> int:
     order, found = int(getattr(scheduler, "order", 1)), []
     for values in (timesteps, getattr(scheduler, "sigmas", None)):
         if values is not None:
-            same = torch.as_tensor(values).detach().double().flatten().cpu() == value
+            same = _numbers(values) == value
             found += same[::order].nonzero().flatten().tolist()[:1]
     return min(found, default=0) * order

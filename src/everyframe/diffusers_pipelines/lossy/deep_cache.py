@@ -20,6 +20,7 @@ from everyframe.diffusers_pipelines.lossy.call_budget import CallBudget
 from everyframe.fast_paths.modules.deep_features import DeepFeatures
 from everyframe.numerics.tensor_stats import iter_tensors
 from everyframe.ops.call_override import ModuleCall, override_call
+from everyframe.ops.dtypes import upcast_to_widest
 
 
 class DeepCachedCalls:
@@ -108,5 +109,6 @@ class DeepCachedCalls:
         self._longest = max(self._longest, abs(time))
         if before is None or not self._is_whole or self._budget.is_spent:
             return
-        change = float((answer.double() - before[1].double()).norm() / answer.double().norm())
+        wide = upcast_to_widest(answer)
+        change = float((wide - upcast_to_widest(before[1])).norm() / wide.norm())
         self._budget.add(change * abs(time - before[0]) / (self._longest or 1.0), step)

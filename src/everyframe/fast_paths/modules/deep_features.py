@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from everyframe.numerics.tensor_stats import iter_tensors
 from everyframe.ops.call_override import ModuleCall, override_call
+from everyframe.ops.dtypes import upcast_to_widest
 from everyframe.precision.cast_hooks import map_tensors
 
 #: Layers of the way up that a shallow call computes; one fewer of the way down, and its first
@@ -65,14 +66,15 @@ def _size_of(tensor: Tensor) -> Tensor:
 
 
 def _relative_change(old: Tensor, new: Tensor) -> float:
-    """Norm of the difference over the norm of `new`, in float64.
+    """Norm of the difference over the norm of `new`, in the widest dtype of the device.
 
     A frame at a time: float64 of all of them would take more memory than a call of the UNet.
     """
-    change, size = torch.zeros(2, dtype=torch.float64, device=new.device)
+    change, size = upcast_to_widest(torch.zeros(2, device=new.device))
     for before, now in zip(old, new, strict=True):
-        change += (now.double() - before.double()).square().sum()
-        size += now.double().square().sum()
+        wide = upcast_to_widest(now)
+        change += (wide - upcast_to_widest(before)).square().sum()
+        size += wide.square().sum()
     return float((change / size).sqrt())
 
 

@@ -1,0 +1,18 @@
+"""Upcasts go as far as the device has dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from everyframe.ops.device import simulate_device_type
+from everyframe.ops.dtypes import upcast_to_widest
+
+
+@pytest.mark.parametrize(
+    ("kind", "widest"), [("cuda", torch.float64), ("mps", torch.float32), ("cpu", torch.float64)]
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_apples_devices_have_no_float64(kind: str, widest: torch.dtype, dtype: torch.dtype) -> None:
+    with simulate_device_type(kind):
+        assert upcast_to_widest(torch.empty(2, dtype=dtype, device="meta")).dtype == widest
