@@ -56,6 +56,41 @@ def test_steps_that_are_all_run_dry_are_forecast_once(tmp_path: Path) -> None:
     assert stage.operations == 4 * least.operations
 
 
+@pytest.mark.parametrize(
+    ("name", "schedule", "num_steps"),
+    [
+        ("HunyuanVideoPipeline", {"sigmas": [1.0, 0.7, 0.4, 0.1]}, 4),
+        pytest.param("EasyAnimatePipeline", {"timesteps": [999, 500]}, 2, marks=pytest.mark.slow),
+        pytest.param("LTX2Pipeline", {"sigmas": [1.0, 0.4, 0.0]}, 3, marks=pytest.mark.slow),
+    ],
+)
+def test_a_given_schedule_says_how_many_steps_there_are(
+    tmp_path: Path, name: str, schedule: dict[str, list[float]], num_steps: int
+) -> None:
+    """50 were planned, and the work of 50 times as many as there are was forecast."""
+    case = CASES[name]
+    pipe = case.build()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.save_pretrained(tmp_path)
+    option = dict(case.asked.get("option", {}))
+    asked = {"prompt": "a fox", **{k: v for k, v in case.asked.items() if k != "option"}}
+
+    def forecast(given: dict[str, Any], **more: Any) -> Any:
+        return planned(tmp_path, **asked, option=given, **more).plan
+
+    counted = forecast(option, num_inference_steps=num_steps)
+    for plan in (
+        forecast({**option, **schedule}),
+        forecast({**option, **schedule}, num_inference_steps=num_steps),
+    ):
+        assert plan.settings.num_inference_steps == num_steps
+        assert [each.operations for each in plan.stages] == [
+            each.operations for each in counted.stages
+        ]
+    # The pipeline has its own number of steps, as where diffusers is called with a schedule alone.
+    assert "num_inference_steps" in forecast({**option, **schedule}).settings.own_choices
+
+
 def test_a_share_of_the_steps_is_forecast_as_diffusers_rounds_it(tmp_path: Path) -> None:
     """Of 50 with a strength of 0.8 it computes 40; 25 were forecast."""
     case = CASES["CogVideoXVideoToVideoPipeline"]

@@ -26,8 +26,8 @@ class Settings:
         nominal_size: (height, width) of a size by name, for a model that is conditioned on it and
             whose grid misses it (240p is 240x426 to Open-Sora 1.2, which makes 240x424).
         nominal_length: likewise the `num_frames` that the model is conditioned on.
-        own_choices: those of height, width and num_frames that the request left open and that are
-            not passed to the model.
+        own_choices: those of height, width, num_frames and num_inference_steps that the request
+            left open and that are not passed to the model.
         given_frames: names of the options that give conditioning frames.
         given_forms: by option name, the kind of conditioning frames that pass through unchanged.
         fit: how images are brought to the size (``crop``, ``pad``, ``stretch``, ``cover``); None if

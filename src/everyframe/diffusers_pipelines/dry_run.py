@@ -34,6 +34,7 @@ from everyframe.diffusers_pipelines.inputs.clip_continuation import OPTION
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.diffusers_pipelines.inputs.image_forms import Form, blank, sides_of
 from everyframe.diffusers_pipelines.inputs.media import size_of
+from everyframe.diffusers_pipelines.inputs.schedule import has_schedule
 from everyframe.diffusers_pipelines.inputs.signature import CallSignature
 from everyframe.diffusers_pipelines.library_patches import quiet_libraries, stand_in_accepted
 from everyframe.diffusers_pipelines.loading import assembled, outputs_of, set_guidance, set_tiling
@@ -247,7 +248,7 @@ class PipelineDryRun:
         own = defaults.of(defaults.FEWEST_STEPS, self.interface.class_name) or 1
         fewest = max(least, own)
         steps = settings.num_inference_steps
-        if not self.interface.has_fixed_steps:
+        if not (self.interface.has_fixed_steps or has_schedule(self.own)):
             steps = min(ceil(fewest / self._part_of_steps) + self._steps_fewer, steps)
         height, width = settings.conditioned_size
         conditioned = replace(

@@ -34,6 +34,7 @@ from everyframe.diffusers_pipelines.files.components import ComponentWeights, co
 from everyframe.diffusers_pipelines.inputs import settings as request_settings
 from everyframe.diffusers_pipelines.inputs.defaults import PipelineDefaults, denoisers
 from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
+from everyframe.diffusers_pipelines.inputs.schedule import has_schedule
 from everyframe.diffusers_pipelines.library_patches import quiet_libraries
 from everyframe.diffusers_pipelines.loaded_pipeline import CompleteSpec, LoadedPipelineSpec
 from everyframe.diffusers_pipelines.oom_fallback import chunk_savings
@@ -136,7 +137,7 @@ class PipelineSpec(CompleteSpec):
 
     def with_preset(self, preset: SamplingPreset, file: str) -> PipelineSpec:
         """The same pipeline with the preset's defaults, and its sampler unless one is given."""
-        is_own = preset.has_schedule and not {"sigmas", "timesteps"} & {*self.options.option}
+        is_own = preset.has_schedule and not has_schedule(self.options.option)
         sizes = replace(self.sizes, preset=preset, preset_of=file)
         files = replace(self.files, preset=preset if is_own else None)
         return replace(self, sizes=sizes, files=files)

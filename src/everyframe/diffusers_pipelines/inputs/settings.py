@@ -22,6 +22,7 @@ from everyframe.diffusers_pipelines.inputs.defaults import PipelineDefaults, den
 from everyframe.diffusers_pipelines.inputs.image_forms import form_of, sides_of
 from everyframe.diffusers_pipelines.inputs.media import VideoSize
 from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
+from everyframe.diffusers_pipelines.inputs.schedule import num_scheduled
 from everyframe.diffusers_pipelines.inputs.signature import (
     NAMES,
     OWN_SEED,
@@ -77,11 +78,8 @@ def resolve_settings(
         notes.append(f"{title} names no frame rate; {fps:g} a second are taken (fps)")
     fps = request.fps or fps
     frames = _num_frames(sizes, request, fps, video, notes)
-    steps = (
-        _preset_steps(sizes, request, notes)
-        or interface.default_of("num_inference_steps")
-        or _num_sigmas(interface, own)
-    )
+    preset_steps, scheduled = _preset_steps(sizes, request, notes), num_scheduled(interface, own)
+    steps = scheduled or preset_steps or interface.default_of("num_inference_steps")
     check_amount(frames, height, width)
     for name, form in forms:
         if name == clip_continuation.OPTION:
@@ -99,7 +97,7 @@ def resolve_settings(
         seed=seed,
         num_videos=request.num_videos,
         given_frames=given,
-        own_choices=_own_choices(interface, request),
+        own_choices=_own_choices(interface, request, has_steps=scheduled is not None),
         given_forms=forms,
         fit=options.fit,
         options=_shown(own, options, given),
@@ -141,18 +139,24 @@ def _pictures_given(
     return names, forms
 
 
-def _own_choices(interface: CallSignature, request: Request) -> tuple[str, ...]:
-    """Size and length parameters that were not given and that the pipeline chooses itself."""
+def _own_choices(interface: CallSignature, request: Request, *, has_steps: bool) -> tuple[str, ...]:
+    """Size and length parameters that were not given and that the pipeline chooses itself.
+
+    With `has_steps` a schedule says how many steps there are.
+    """
     asked = {
         "height": request.asked_size(),
         "width": request.asked_size(),
         "num_frames": request.num_frames or request.seconds,
     }
-    return tuple(
+    chosen = [
         name
         for name, value in asked.items()
         if value is None and interface.name_of(name) and interface.default_of(name) is None
-    )
+    ]
+    steps = "num_inference_steps"
+    is_free = request.num_inference_steps is None and interface.default_of(steps) is not None
+    return (*chosen, *([steps] if has_steps and is_free else []))
 
 
 def plain(value: Any) -> Any:
@@ -371,16 +375,6 @@ def _preset_steps(sizes: PipelineDefaults, request: Request, notes: list[str]) -
         f"{wins} ({preset.source})"
     )
     return preset.num_inference_steps
-
-
-def _num_sigmas(interface: CallSignature, own: Mapping[str, Any]) -> int | None:
-    """Steps of a pipeline that takes no number of them but sigmas, as Echo; None of others."""
-    sigmas = interface.parameters.get("sigmas")
-    if interface.name_of("num_inference_steps") is not None or sigmas is None:
-        return None
-    given = own.get("sigmas")
-    given = list(sigmas.default or () if given is None else given)
-    return len(given) - (not given[-1]) if given else None
 
 
 def smaller_settings(sizes: PipelineDefaults, settings: Settings) -> Iterator[Settings]:
