@@ -261,3 +261,13 @@ def test_shards_of_a_variant_are_missed_by_its_own_index(tmp_path: Path) -> None
     found = locate("some/other", variant="bf16")
     assert found.is_complete
     assert {path.name for path in found.parts[0].files} >= {Path(name).name for name in shards}
+
+
+def test_a_title_is_the_folders_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also from within it."""
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(b"")
+    monkeypatch.chdir(folder)
+    for name in (".", str(folder), f"{folder}/", "../mine"):
+        assert locate(name).title("Wan") == "Wan (mine)"

@@ -105,7 +105,11 @@ class Location:
 
     def title(self, kind: str) -> str:
         """Display name: that of a known model, else `kind` and the last part of the name."""
-        return self.known.title if self.known else f"{kind} ({PurePath(self.name).name})"
+        if self.known:
+            return self.known.title
+        # That of "." is empty.
+        name = PurePath(self.name).name or (self.path.resolve().name if self.path else "")
+        return f"{kind} ({name})"
 
     @property
     def is_complete(self) -> bool:

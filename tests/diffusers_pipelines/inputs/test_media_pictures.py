@@ -154,3 +154,12 @@ def test_length_and_size_are_those_of_the_video(clip: str) -> None:
         "video": "clip3",
         "conditions": [{"frames": "clip3", "index": 1}],
     }
+
+
+def test_an_array_in_a_file_has_the_size_of_a_video(tmp_path: Path) -> None:
+    """Of a pipeline that makes as many frames as it is given, in their size."""
+    np.save(tmp_path / "clip.npy", np.zeros((3, 16, 32, 3), np.float32))
+    assert size_in(interface(), {"video": str(tmp_path / "clip.npy")}) == (3, 16, 32)
+    (tmp_path / "broken.npy").write_bytes(b"\x93NUMPY\x01\x00")
+    with pytest.raises(InputError, match="holds no array of numbers"):
+        size_in(interface(), {"video": str(tmp_path / "broken.npy")})

@@ -173,7 +173,8 @@ def _of_file(
 ) -> Any:
     """The content of one file: an array, an image, or the frames of a video."""
     if Path(path).suffix.lower() == _NUMBERS:
-        return torch.from_numpy(_numbers(path)) if parameter.form == "tensor" else _numbers(path)
+        numbers = np.array(_numbers(path))
+        return torch.from_numpy(numbers) if parameter.form == "tensor" else numbers
     is_still = _is_picture(path)
     frames_THWC = read_image(path)[None] if is_still else read_pixels(path)
     if is_still:
@@ -222,9 +223,9 @@ def _is_picture(path: str | os.PathLike[str]) -> bool:
 
 
 def _numbers(path: str | os.PathLike[str]) -> np.ndarray[Any, Any]:
-    """Read an array; memory-mapped first, so a header with a false size allocates nothing."""
+    """The array in a file, memory-mapped, so a header with a false size allocates nothing."""
     try:
-        return np.array(np.lib.format.open_memmap(os.fspath(path), mode="r"))
+        return np.lib.format.open_memmap(os.fspath(path), mode="r")
     except (ValueError, EOFError, OverflowError) as error:
         raise InputError(f"{os.fspath(path)!r} holds no array of numbers: {error}") from error
 
@@ -254,9 +255,10 @@ def size_in(interface: CallSignature, own: Mapping[str, Any]) -> VideoSize | Non
         parameter = interface.parameters[name]
         if "video" not in name or not parameter.form or value is None:
             continue
-        if names_files(parameter, value) and not isinstance(value, (list, tuple)):
+        is_file = names_files(parameter, value) and not isinstance(value, (list, tuple))
+        if is_file and Path(value).suffix.lower() != _NUMBERS:
             return (1, *read_image(value).shape[:2]) if _is_picture(value) else video_shape(value)
-        form = form_of(value)
+        form = form_of(_numbers(value) if is_file else value)
         return num_frames_of(form), *(sides_of(form) or (None, None))
     return None
 
