@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import everyframe
 from everyframe.checkpoints import cache_file
@@ -287,6 +288,31 @@ def test_what_no_text_holds_is_not_saved(folder: Path, made: list[DryRunResults]
     assert _is_plain({"a": [1, 2.5, True, None, ("b",)]})
     assert not _is_plain({"a": [1, np.zeros(2)]})
     assert not _is_plain({"a": folder})
+
+
+def test_another_file_of_the_same_name_is_dry_run_anew(
+    folder: Path, tmp_path: Path, counted: list[DryRunResults]
+) -> None:
+    """So is one in another folder by the same relative name."""
+    given = tmp_path / "words.npy"
+    asked: dict[str, Any] = {"prompt": None, "option": {"prompt_embeds": str(given)}}
+    for number, length in enumerate((16, 64), start=1):
+        np.save(given, np.zeros((1, length, 32), np.float32))
+        for _ in range(2):
+            another_process(folder, **asked)
+            assert len(counted) == number
+    assert len(files()) == 2
+
+
+def test_tensors_of_one_text_are_different_calls(folder: Path) -> None:
+    """Both are written as zeros and three dots."""
+    options = [{"prompt_embeds": torch.zeros(1, length, 32)} for length in (64, 512)]
+    assert len({repr(each) for each in options}) == 1
+    found = [
+        prepare(everyframe.Request(**{"model": str(folder), **ASKED, "prompt": None}, option=each))
+        for each in options
+    ]
+    assert len({str(each.fitted.runs[0].stage_call.key) for each in found}) == 2
 
 
 def test_a_call_that_stops_is_made_each_time(

@@ -8,6 +8,7 @@ the same.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from traceback import extract_tb
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.configuration_utils import FrozenDict
 from torch import nn
@@ -26,6 +28,7 @@ from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.calls.call import all_blocks, attributes_kept, no_progress_bars
+from everyframe.diffusers_pipelines.calls.digests import digest_call
 from everyframe.diffusers_pipelines.files.checkpoint import PipelineFiles
 from everyframe.diffusers_pipelines.files.component_classes import component_class, empty_component
 from everyframe.diffusers_pipelines.files.components import STAGE
@@ -156,6 +159,10 @@ class PipelineDryRun:
         return f"{self.files!r} {json.dumps(configs, sort_keys=True, default=str)}"
 
     @cached_property
+    def _given(self) -> str:
+        return repr(_content_of(self.own))
+
+    @cached_property
     def _states(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
         """All of its files as they are now; empty for code that comes along, or given objects."""
         has_code = self.files.code_file or any(part.is_trusted for part in self.files.parts)
@@ -221,7 +228,7 @@ class PipelineDryRun:
             parallel.sequence_backend,
             parallel.num_cfg_groups,
         )
-        key = (self._identity, repr(few), repr(self.own), rank)
+        key = (self._identity, repr(few), self._given, rank)
         return tuple(
             DryRunCall(
                 stage=STAGE,
@@ -353,6 +360,20 @@ def _is_plain(given: object) -> bool:
     if isinstance(given, (list, tuple)):
         return all(map(_is_plain, given))
     return given is None or isinstance(given, (bool, int, float, str))
+
+
+def _content_of(given: object) -> object:
+    """What a call depends on: the values of a tensor, the state of a file or folder of frames."""
+    if isinstance(given, Mapping):
+        return {str(name): _content_of(each) for name, each in given.items()}
+    if isinstance(given, (list, tuple)):
+        return [*map(_content_of, given)]
+    if isinstance(given, (torch.Tensor, np.ndarray)):
+        return digest_call("", given, {})
+    if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
+        path = Path(given)
+        return str(path), file_states(path.iterdir() if path.is_dir() else [path])
+    return given
 
 
 def _is_tiled(settings: Settings) -> bool:
