@@ -17,6 +17,7 @@ from everyframe.adapters.component_file import match_component, open_stored
 from everyframe.adapters.gguf_blocks import WIDENED, widen_blocks
 from everyframe.adapters.gguf_file import GgufFile
 from everyframe.adapters.gguf_header import read_gguf_header
+from everyframe.checkpoints.tensor_file import TensorFile
 from everyframe.core.errors import CheckpointError, MissingPackageError
 from everyframe.runtime.components.patchable import table_of_module
 from helpers.components import originals, stored
@@ -128,6 +129,23 @@ def test_rows_of_llama(tmp_path: Path) -> None:
     for key, each in originals.state_of("llama").items():
         wanted = each.half().float() if each.ndim > 1 else each
         assert torch.equal(found.load(key).float(), wanted), key
+
+
+def test_heads_of_llama_are_those_of_keys_too_unless_it_says_otherwise(tmp_path: Path) -> None:
+    """Rows in llama.cpp's order were taken as they lie."""
+    module, original = originals.module("llama"), originals.original_state("llama")
+
+    def matched(**counts: int) -> TensorFile:
+        path, _ = stored.write_gguf(tmp_path / "a.gguf", original, "Q8_0", "llama", **counts)
+        return match_component(path, table_of_module(module), "tiny llama").tensors
+
+    found = matched(llama__attention__head_count=4)
+    for key, each in originals.state_of("llama").items():
+        wanted = each.half().float() if each.ndim > 1 else each
+        assert torch.equal(found.load(key).float(), wanted), key
+    for counts in ({}, {"llama__attention__head_count": 0}, {"llama__attention__head_count": 7}):
+        with pytest.raises(CheckpointError, match=r"head_count is .*, which is no number of heads"):
+            matched(**counts)
 
 
 def test_memory_of_loading(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ from everyframe.checkpoints.folder import listing
 from everyframe.checkpoints.scaled_file import with_scales
 from everyframe.checkpoints.tensor_file import PackedRows, TensorFile, open_checkpoint
 from everyframe.core.errors import CheckpointError
+from everyframe.core.options import shown
 from everyframe.runtime.components.patchable import WeightTable
 
 
@@ -205,25 +206,35 @@ class _Reading:
             whole = wanted if rows is None else (rows.total, *wanted[1:])
             if not _is_same(shape, whole) or (rows is not None and total != rows.total):
                 self._misshapen.append(f"{name!r} has shape {shape}, expected {whole}")
-            self.pieces[parameter] = Piece(name, self._rows(name, rows, whole), wanted)
+                pieces = None
+            else:
+                pieces = self._rows(name, rows, whole)
+            self.pieces[parameter] = Piece(name, pieces, wanted)
 
     def _rows(
         self, name: str, rows: Rows | None, whole: Shape
     ) -> tuple[tuple[int, int], ...] | None:
         """Rows of a tensor that belong to its parameter, in the parameter's order."""
         layer = name.split(".")[-2] if "." in name else ""
-        heads = getattr(self._stored, "metadata", {}).get(PERMUTED.get(layer, ""))
-        if isinstance(heads, int) and heads > 0 and rows is None and whole[0] % (2 * heads) == 0:
-            # llama.cpp interleaves the halves of each head, which transformers rotates apart.
-            size = whole[0] // heads
-            order = (
-                head * size + 2 * place + half
-                for head in range(heads)
-                for half in range(2)
-                for place in range(size // 2)
+        keys = PERMUTED.get(self._sites.table.class_name, {}).get(layer)
+        if keys is None:
+            return None if rows is None else rows.pieces
+        metadata = getattr(self._stored, "metadata", {})
+        heads = next((metadata[key] for key in keys if key in metadata), None)
+        if type(heads) is not int or heads < 1 or whole[0] % (2 * heads):
+            raise CheckpointError(
+                f"{self._stored.source.name}: {keys[0]} is {shown(heads)}, which is no number of "
+                f"heads of {name!r}, whose rows lie by them; get the file again"
             )
-            return tuple((row, row + 1) for row in order)
-        return None if rows is None else rows.pieces
+        # llama.cpp interleaves the halves of each head, which transformers rotates apart.
+        size = whole[0] // heads
+        order = (
+            head * size + 2 * place + half
+            for head in range(heads)
+            for half in range(2)
+            for place in range(size // 2)
+        )
+        return tuple((row, row + 1) for row in order)
 
     def _leave(self, name: str, own: str | None) -> None:
         for each in LEFT_OUT:

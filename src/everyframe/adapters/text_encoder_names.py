@@ -54,5 +54,9 @@ TEXT_ENCODERS: Mapping[str, tuple[tuple[Rename, ...], ...]] = {
     "UMT5EncoderModel": (_WAN_T5, _LLAMA_CPP_T5),
     "LlamaModel": (_LLAMA_CPP,),
 }
-#: Layers whose rows llama.cpp has in another order than transformers, by the number of heads.
-PERMUTED = {"attn_q": "llama.attention.head_count", "attn_k": "llama.attention.head_count_kv"}
+_HEADS = "llama.attention.head_count"
+#: By class, layers whose rows llama.cpp has in another order than transformers, and the keys of a
+#: file's metadata that may say in how many heads; the first that is there counts.
+PERMUTED: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "LlamaModel": {"attn_q": (_HEADS,), "attn_k": (f"{_HEADS}_kv", _HEADS)},
+}
