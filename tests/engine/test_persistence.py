@@ -285,17 +285,18 @@ def test_what_was_changed_since_is_refused(model: str, tmp_path: Path) -> None:
         find_run("another", root)
 
 
-def test_a_long_text_is_no_file_that_lies_elsewhere(
+def test_a_text_of_any_length_is_no_file_that_lies_elsewhere(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No file's name is as long as the negative prompts that are published with models."""
+    """Negative prompts are longer than the name of any file, empty, or named like one."""
     monkeypatch.chdir(tmp_path)
     run = resume.load_run(cut(model, tmp_path))
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    long = run.request.model_copy(update={"negative_prompt": "ugly, blurred, " * 40})
-    resume._check_place(replace(run, request=long))
     (run.place / "fox.png").touch()
+    for text in ("ugly, blurred, " * 40, "", "fox.png"):
+        words = run.request.model_copy(update={"negative_prompt": text})
+        resume._check_place(replace(run, request=words))
     other = run.request.model_copy(update={"image": "fox.png"})
     with pytest.raises(InputError, match=r"where its image 'fox.png' lies; go there first"):
         resume._check_place(replace(run, request=other))

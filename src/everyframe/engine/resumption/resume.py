@@ -253,9 +253,10 @@ def _check_place(run: InterruptedRun) -> None:
     given = [*run.request.given().items(), *run.request.family_options.items()]
     loras = (("LoRA", lora.file) for lora in run.request.loras)
     components = (("component", file) for file in run.request.components.values())
-    for name, value in (*given, *loras, *components):
-        is_text = isinstance(value, (str, Path)) and name != "prompt"
-        if is_text and not Path(value).is_absolute() and os.path.exists(run.place / value):
+    named = [(name, value) for name, value in given if option_facts(name).get("names_path")]
+    for name, value in (*named, *loras, *components):
+        is_name = isinstance(value, (str, Path)) and bool(str(value))
+        if is_name and not Path(value).is_absolute() and os.path.exists(run.place / value):
             raise InputError(
                 f"the run {run.folder.name} was begun in {run.place}, where its {name} "
                 f"{str(value)!r} lies; go there first: cd {run.place}"
