@@ -11,7 +11,7 @@ import pytest
 from everyframe.checkpoints.folder import cache_folder
 from everyframe.core.errors import InputError
 from everyframe.core.lora import parse_lora
-from everyframe.core.paths import check_path, expand_path, home_folder
+from everyframe.core.paths import check_path, expand_path, facts_in, home_folder, size_of
 from everyframe.media.input_checks import check_video
 from everyframe.media.record import read_record
 from everyframe.runs.folder import runs_folder
@@ -66,3 +66,21 @@ def test_a_pipe_is_not_read(tmp_path: Path) -> None:
     for read in (check_video, read_record):
         with pytest.raises(InputError, match="neither a file nor a folder of frames"):
             read(pipe)
+
+
+def test_a_size_is_of_what_is_there_and_follows_no_link(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "inside").mkdir(parents=True)
+    for name in ("a", "inside/b"):
+        (folder / name).write_bytes(bytes(100))
+    (tmp_path / "outside").write_bytes(bytes(10_000))
+    (folder / "link").symlink_to(tmp_path / "outside")
+    assert 200 <= size_of(folder) < 1_000
+    assert size_of(folder / "a") == 100
+    assert size_of(folder / "link") < 1_000
+    assert size_of(tmp_path / "nothing") == 0
+    names = set()
+    for path, _ in facts_in(folder):
+        names.add(path.name)
+        (folder / "inside" / "b").unlink(missing_ok=True)  # as by a run that is at work
+    assert names == {"folder", "inside", "a", "link"}

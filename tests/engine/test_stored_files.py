@@ -28,7 +28,8 @@ def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (blobs.parent / "outside").symlink_to(tmp_path / "outside")
     for name in (
         "calibrations/k/64x64.json", "certificates/d/p.json", "certificates/compiled/k/a.json",
-        "inductor/x", "native/k.so", "repairs/d/m.json", "dry_runs/a.json", "digests.json",
+        "inductor/x", "native/k.so", "repairs/d/m.json", "latent_colors/d.json", "dry_runs/a.json",
+        "digests.json",
     ):  # fmt: skip
         path = tmp_path / "cache" / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -66,6 +66,28 @@ def test_asking_whether_a_run_is_busy_writes_nothing_and_is_in_nobodys_way(tmp_p
     timer.join()
 
 
+def test_a_run_that_ends_while_runs_are_listed_is_none_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its files go while they are looked at."""
+    first, ended = new_run(tmp_path), new_run(tmp_path)
+    record = {"model": {"name": "some"}, "settings": {"prompt": "a cat", "seed": 1, "chain": 1}}
+    for run in (first, ended):
+        run.write_run({"began": 1.0, "record": record})
+    seen, num_answers = list[str](), RunFolder.num_answers
+
+    def end(self: RunFolder) -> int:
+        if self == ended:
+            self.remove()
+            seen.append(self.name)
+        return num_answers(self)
+
+    monkeypatch.setattr(RunFolder, "num_answers", end)
+    assert [each.run for each in list_runs(tmp_path)] == [first.name]
+    assert seen == [ended.name]
+    assert ended.began() == ended.last_written() == ended.num_bytes() == 0
+
+
 def test_runs_that_can_only_be_read_are_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

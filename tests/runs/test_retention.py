@@ -12,7 +12,7 @@ from everyframe.cli.main import main
 from everyframe.core.errors import InputError
 from everyframe.core.events import Note
 from everyframe.runs import retention
-from everyframe.runs.folder import RunFolder, all_runs, new_run
+from everyframe.runs.folder import Lock, RunFolder, all_runs, new_run
 from everyframe.runs.retention import remove_old_runs
 from helpers.interrupted_runs import OPEN_SORA, begun
 from helpers.tiny_checkpoints import opensora as tiny_opensora
@@ -39,6 +39,25 @@ def test_what_is_old_goes_and_what_is_worked_on_stays(tmp_path: Path) -> None:
     assert [each.run for each in remove_old_runs(tmp_path)] == [old.name]
     assert {run.name for run in all_runs(tmp_path)} == {busy.name, young.name, used.name}
     lock.release()
+
+
+def test_an_old_run_that_is_resumed_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes of many runs take a while, and one of them may be taken up then."""
+    old, num_bytes, locks = make_run(tmp_path, 31), RunFolder.num_bytes, list[Lock]()
+
+    def resume(self: RunFolder) -> int:
+        if not locks:
+            locks.append(self.lock())
+        return num_bytes(self)
+
+    monkeypatch.setattr(RunFolder, "num_bytes", resume)
+    assert not list(remove_old_runs(tmp_path))
+    assert old.is_saved
+    locks[0].release()
+    os.utime(old.path, (time.time() - 31 * DAY,) * 2)  # which the lock's file has changed
+    assert [each.run for each in remove_old_runs(tmp_path)] == [old.name]
 
 
 def test_the_oldest_go_when_all_take_too_much_but_none_of_the_last_day(

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import threading
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +121,26 @@ def home_folder() -> Path:
             "this user has no home folder; set HOME, or EVERYFRAME_CACHE and EVERYFRAME_RUNS, to a "
             "folder that can be written"
         ) from None
+
+
+def facts_in(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Each file and folder in a folder, and the folder itself, with its facts.
+
+    Links are not followed. What another process removes meanwhile is left out.
+    """
+    for each in (path, *(() if path.is_symlink() else _inside(path))):
+        with suppress(FileNotFoundError):
+            yield each, each.lstat()
+
+
+def size_of(path: Path) -> int:
+    """Bytes of a file, or of all files in a folder; see `facts_in`."""
+    return sum(each.st_size for _, each in facts_in(path) if not stat.S_ISDIR(each.st_mode))
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    for place, folders, files in os.walk(folder):
+        yield from (Path(place, name) for name in (*folders, *files))
 
 
 def open_no_link(path: str, flags: int) -> int:

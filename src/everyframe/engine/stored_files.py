@@ -5,7 +5,6 @@ Frames that were decoded from input files are cached in memory only (`media/deco
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from everyframe.checkpoints.folder import cache_folder, hub_cache_folder
 from everyframe.checkpoints.model_zoo import known_models
 from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import InputError, did_you_mean
+from everyframe.core.paths import size_of
 from everyframe.runs.folder import RunFolder, all_runs, runs_folder
 
 
@@ -71,13 +71,14 @@ def _repositories(kind: StoredKind) -> Iterator[StoredEntry]:
         about = ", ".join(dict.fromkeys(names.get(repo, ())))
         locks = root / ".locks" / path.name
         places = (path, locks) if locks.is_dir() else (path,)
-        yield StoredEntry(kind.name, repo, places, _size(places), about)
+        yield StoredEntry(kind.name, repo, places, sum(map(size_of, places)), about)
 
 
 def _runs(kind: StoredKind) -> Iterator[StoredEntry]:
     for run in all_runs(kind.folder()):
-        about = "in use" if run.is_busy() else "interrupted"
-        yield StoredEntry(kind.name, run.name, (run.path,), run.num_bytes(), about, run.is_busy())
+        is_busy = run.is_busy()
+        about = "in use" if is_busy else "interrupted"
+        yield StoredEntry(kind.name, run.name, (run.path,), run.num_bytes(), about, is_busy)
 
 
 def _folder_entries(kind: StoredKind) -> Iterator[StoredEntry]:
@@ -86,7 +87,7 @@ def _folder_entries(kind: StoredKind) -> Iterator[StoredEntry]:
     assert root is not None
     for path in sorted(root.iterdir()):
         if path.name not in _OF_OTHERS.get(kind.name, ()):
-            yield StoredEntry(kind.name, path.name, (path,), _size([path]))
+            yield StoredEntry(kind.name, path.name, (path,), size_of(path))
 
 
 #: Folders within a kind's folder that are a kind of their own.
@@ -104,7 +105,7 @@ def _plans(kind: StoredKind) -> Iterator[StoredEntry]:
     root = cache_folder()
     for name in _OF_PLANS:
         if (root / name).exists():
-            yield StoredEntry(kind.name, name, (root / name,), _size([root / name]))
+            yield StoredEntry(kind.name, name, (root / name,), size_of(root / name))
 
 
 def _in_cache(*names: str) -> Callable[[], Path]:
@@ -128,6 +129,8 @@ KINDS = (
                _in_cache("native"), _folder_entries),
     StoredKind("repairs", "precision that runs had to raise", "the next run finds it again",
                _in_cache("repairs"), _folder_entries),
+    StoredKind("colors", "colours of latents, for previews", "a run of the model fits them again",
+               _in_cache("latent_colors"), _folder_entries),
     StoredKind("plans", "dry runs, rates and digests", "the next plan takes seconds longer",
                cache_folder, _plans),
 )  # fmt: skip
@@ -180,8 +183,8 @@ def remove_entry(entry: StoredEntry) -> None:
         OSError: something can't be deleted.
     """
     for path in entry.paths:
-        if path.is_symlink() or path.is_file():
-            path.unlink()
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)  # another process may have removed it
         elif entry.kind == "runs":
             RunFolder(path).remove()
         else:
@@ -194,18 +197,3 @@ def describe_removal(entries: Iterable[StoredEntry], kind: StoredKind) -> str:
     size = format_bytes(sum(entry.num_bytes for entry in listed))
     what = listed[0].name if len(listed) == 1 else f"{len(listed)} entries"
     return f"{kind.name}: {what}, {size} ({kind.loss})"
-
-
-def _size(paths: Iterable[Path]) -> int:
-    """Bytes of all files, each counted once; links are not followed."""
-    return sum(_size_of(path) for path in paths)
-
-
-def _size_of(path: Path) -> int:
-    if path.is_symlink() or not path.is_dir():
-        return path.lstat().st_size
-    return sum(
-        os.lstat(os.path.join(place, name)).st_size
-        for place, _, names in os.walk(path)
-        for name in names
-    )

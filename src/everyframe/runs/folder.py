@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from everyframe.core.errors import CorruptRunError, InputError, RunLockedError, did_you_mean
-from everyframe.core.paths import check_path, expand_path, state_folder
+from everyframe.core.paths import check_path, expand_path, facts_in, size_of, state_folder
 from everyframe.runs.checksummed_json import UNREADABLE, read_json, write_json
 from everyframe.runs.signature import SIGNATURE, check_files, is_signed, sign
 
@@ -143,12 +143,12 @@ class RunFolder:
     def began(self) -> float:
         """Start time in seconds since 1970; names have whole seconds and are reused.
 
-        For an unreadable run: when its folder last changed.
+        For an unreadable run: when it last changed.
         """
         try:
             return float(self.run()["began"])
-        except (CorruptRunError, KeyError, TypeError, ValueError):
-            return self.path.stat().st_mtime
+        except (CorruptRunError, *UNREADABLE):
+            return self.last_written()
 
     def state(self) -> dict[str, Any] | None:
         return read_json(self._state)
@@ -194,12 +194,12 @@ class RunFolder:
         return False
 
     def last_written(self) -> float:
-        """Time of the last write in seconds since 1970."""
-        places = [self.path, *self.path.rglob("*")]
-        return max(place.stat().st_mtime for place in places if place.name != _LOCK)
+        """Time of the last write in seconds since 1970; 0 for a run that is removed."""
+        facts = (facts for path, facts in facts_in(self.path) if path.name != _LOCK)
+        return max((each.st_mtime for each in facts), default=0.0)
 
     def num_bytes(self) -> int:
-        return sum(file.stat().st_size for file in self.path.rglob("*") if file.is_file())
+        return size_of(self.path)
 
     def remove(self) -> None:
         """Delete the folder, ``run.json`` first, so that half of it never passes for a run."""
@@ -352,7 +352,8 @@ class RunSummary:
 
 def list_runs(root: str | Path | None = None) -> list[RunSummary]:
     """Summarize the runs in a folder (None: the default one), oldest first."""
-    return [_summarize(folder) for folder in all_runs(None if root is None else Path(root))]
+    found = [(run, _summarize(run)) for run in all_runs(None if root is None else Path(root))]
+    return [summary for run, summary in found if run.is_saved]  # others ended meanwhile
 
 
 def _summarize(folder: RunFolder) -> RunSummary:

@@ -74,6 +74,8 @@ def remove_old_runs(root: Path, now: float | None = None) -> Iterator[RemovedRun
             why = f"all runs together took more than {MOST_BYTES // 10**9} GB"
         else:
             continue
+        if run.is_busy():
+            continue  # it was resumed meanwhile: sizes of many runs take a while
         run.remove()
         left -= size
         yield RemovedRun(run.name, size, why)
