@@ -7,7 +7,6 @@ files. `everyframe.core.serialization` handles everything that is not bulky.
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -23,6 +22,7 @@ from torch import Tensor
 
 from everyframe.core.errors import CorruptRunError
 from everyframe.core.paths import replace_file
+from everyframe.media.picture_bytes import decode_picture, encode_picture
 from everyframe.runs.checksummed_json import checksum
 
 _ENDING = ".safetensors"
@@ -53,9 +53,7 @@ class TensorStore:
             plain = np.require(value, value.dtype.newbyteorder("="), ["C", "W"])
             return {"as": "array", "hash": self._write(torch.from_numpy(plain))}
         if isinstance(value, Image.Image):
-            written = io.BytesIO()
-            value.save(written, "PNG", exif=value.getexif())
-            data = np.frombuffer(written.getvalue(), np.uint8).copy()
+            data = np.frombuffer(encode_picture(value), np.uint8).copy()
             return {"as": "picture", "hash": self._write(torch.from_numpy(data))}
         return None
 
@@ -74,7 +72,7 @@ class TensorStore:
         if kind == "array":
             return tensor.numpy()
         if kind == "picture":
-            return _png(tensor.numpy().tobytes())
+            return decode_picture(tensor.numpy().tobytes())
         raise CorruptRunError(f"a saved value is of the unknown kind {kind!r}")
 
     def sweep(self, used: Collection[str]) -> None:
@@ -109,18 +107,6 @@ def _number(saved: Mapping[str, Any]) -> np.generic:
         raise CorruptRunError(f"a saved number has the dtype {dtype.name}, which holds no numbers")
     number: np.generic = dtype.type(saved["value"])
     return number
-
-
-def _png(data: bytes) -> Image.Image:
-    """The picture that `keep` wrote. Of other formats Pillow would start programs (EPS: gs).
-
-    Raises:
-        CorruptRunError: it is no PNG.
-    """
-    try:
-        return Image.open(io.BytesIO(data), formats=("PNG",))
-    except UnidentifiedImageError:
-        raise CorruptRunError("a saved picture is no PNG, and no other is saved") from None
 
 
 def flatten(tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:

@@ -12,9 +12,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 
 import everyframe
-from everyframe.core.errors import EveryframeError, InputError, WorkerDiedError
+from everyframe.core.errors import (
+    EveryframeError,
+    InputError,
+    NotSerializableError,
+    WorkerDiedError,
+)
 from everyframe.core.events import ComponentLoaded, Event, FramesDecoded, RunSaved, Step
 from everyframe.core.request import Request
 from everyframe.engine.workers.executor import Executor
@@ -66,6 +72,23 @@ def test_jobs_follow_each_other_in_one_process(workers: WarmWorkers, tmp_path: P
     assert sum(isinstance(each, ComponentLoaded) for each in again) == 2
     now = sum(isinstance(each, threading.Timer) for each in threading.enumerate())
     assert now <= timers + 1, "one thread waits for the end of idle time, not one a job"
+
+
+def test_a_picture_of_any_mode_is_sent_and_what_can_not_be_costs_no_worker(
+    workers: WarmWorkers,
+) -> None:
+    given = {**GIVEN, "num_frames": 17, "num_inference_steps": 2}
+    given["image"] = Image.new("CMYK", (32, 32), (0, 200, 100, 10))
+    frames = frames_in(list(workers.run(WorkerJob(Request(**given), as_uint8=True))))
+    assert np.array_equal(frames, everyframe.generate(**given, run_dir="off").frames)
+    process = process_of(workers)
+    given["image"] = Image.new("PA", (32, 32))
+    with pytest.raises(NotSerializableError, match="a picture of mode PA"):
+        list(workers.run(WorkerJob(Request(**given))))
+    assert process_of(workers) == process
+    assert not workers._busy
+    list(workers.run(WorkerJob(REQUEST)))
+    assert process_of(workers) == process
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from weakref import WeakSet
 
-from everyframe.core.errors import EveryframeError, WorkerDiedError
+from everyframe.core.errors import EveryframeError, NotSerializableError, WorkerDiedError
 from everyframe.core.events import Events, Planned
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
@@ -202,6 +202,9 @@ class WarmWorkers:
         except OSError:  # it died while it was idle
             self._put_back(group, is_fit=False)
             return self._give(job)
+        except NotSerializableError:
+            self._put_back(group, is_fit=True)
+            raise
         return group
 
     def _take(self, job: WorkerJob) -> _Group:

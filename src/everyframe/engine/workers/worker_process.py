@@ -6,7 +6,6 @@ torch.
 
 from __future__ import annotations
 
-import io
 import json
 import subprocess
 import sys
@@ -130,9 +129,10 @@ class Worker:
 
         Raises:
             OSError: it is gone.
+            NotSerializableError: the job can't be sent; the worker waits for another.
         """
-        self.job, self.has_ended, self.waits = job, False, False
         send(self.connection, "job", job)
+        self.job, self.has_ended, self.waits = job, False, False
 
     def receive(self) -> tuple[str, Any]:
         """Receive its next message: ``event``, ``log``, ``error`` or ``end``.
@@ -285,9 +285,10 @@ def _serializer(parts: list[Any]) -> Callable[[Any], dict[str, Any] | None]:
             return {"as": "array", "part": len(parts) - 1, "dtype": dtype, "shape": shape}
         pictures = sys.modules.get("PIL.Image")
         if pictures is not None and isinstance(value, pictures.Image):
-            written = io.BytesIO()
-            value.save(written, "PNG", exif=value.getexif())
-            parts.append(written.getvalue())
+            # Late import: a command without pictures does not wait for Pillow.
+            from everyframe.media.picture_bytes import encode_picture
+
+            parts.append(encode_picture(value))
             return {"as": "picture", "part": len(parts) - 1}
         return None
 
@@ -304,9 +305,9 @@ def _restore(mark: Mapping[str, Any], parts: list[bytes]) -> Any:
     if kind == "array":
         return np.frombuffer(data, mark["dtype"]).reshape(mark["shape"])
     if kind == "picture":
-        from PIL import Image
+        from everyframe.media.picture_bytes import decode_picture
 
-        return Image.open(io.BytesIO(data), formats=("PNG",))
+        return decode_picture(data)
     import torch
 
     if not data:
