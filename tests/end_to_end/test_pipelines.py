@@ -254,3 +254,24 @@ def test_its_own_call_is_run_dry_for_machines_that_are_not_here(tiny_one: Tiny) 
         assert {name for name in worked if "vae" in name or "decoder" in name}
         assert plan.seconds is not None
         assert plan.seconds > 0
+
+
+def test_several_videos_of_one_call_come_back_apart_also_from_another_process(
+    tmp_path: Path,
+) -> None:
+    """Encoded prompts of two texts make two videos of one seed."""
+    tiny_pipelines.wan(tmp_path)
+    own = tiny_pipelines.CALLS["wan"]
+    prompts, negative = loaded(tmp_path).encode_prompt(
+        ["a fox", "a cat"], negative_prompt=["", ""], device="cpu"
+    )
+    embeds = {"prompt_embeds": prompts, "negative_prompt_embeds": negative}
+    asked = {**own, "model": str(tmp_path), "num_inference_steps": STEPS, "seed": SEED,
+             "option": {**own["option"], **embeds}, "run_dir": "off"}  # fmt: skip
+    here, there = (everyframe.generate(**asked, isolate=apart) for apart in (False, True))
+    assert isinstance(here, list)
+    assert isinstance(there, list)
+    assert not np.array_equal(here[0].frames, here[1].frames)
+    for one, other in zip(here, there, strict=True):
+        assert np.array_equal(one.frames, other.frames)
+    assert [each.record["index"] for each in there] == [0, 1]

@@ -8,7 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from everyframe.core.events import Event, FramesDecoded, Note, Preview, Step, VideoDone
+from everyframe.core.events import (
+    AudioDecoded,
+    Event,
+    FramesDecoded,
+    Note,
+    Preview,
+    Step,
+    VideoDone,
+)
 from everyframe.engine.distributed import gather_events
 
 
@@ -33,6 +41,18 @@ class Mailbox:
             ),
             sources=(1,),
         )  # fmt: skip
+
+
+def test_several_videos_of_one_call_reach_rank_0_apart() -> None:
+    box, frames = Mailbox(), np.zeros((2, 4, 4, 3), np.uint8)
+    samples = np.zeros((1, 8), np.float32)
+    made: list[Event] = []
+    for index in (0, 1):
+        made += [AudioDecoded(8, 16_000, 0.5, samples, index), FramesDecoded(8, 2, frames, index),
+                 VideoDone(8, 2, {"seed": 8, "index": index}, index)]  # fmt: skip
+    assert [*gather_events(iter(made), box.of(1))] == made
+    came = [*gather_events(iter(()), box.of(0))]
+    assert [each.to_json() for each in came] == [each.to_json() for each in made]
 
 
 def test_previews_of_other_groups_reach_rank_0() -> None:

@@ -289,7 +289,7 @@ def _sent(world: Communicator, event: Event) -> PendingSend:
     """Send an event to rank 0, with frames as the bytes that are written."""
     if isinstance(event, FramesDecoded):
         frames = torch.from_numpy(np.ascontiguousarray(to_uint8(event.frames)))
-        return world.send([frames], {"type": event.type, "seed": event.seed}, 0, _WHAT)
+        return world.send([frames], event.to_json(), 0, _WHAT)
     if isinstance(event, AudioDecoded):
         samples = torch.from_numpy(np.ascontiguousarray(event.samples))
         return world.send([samples], event.to_json(), 0, _WHAT)
@@ -304,14 +304,13 @@ def _receive(world: Communicator, source: int) -> Event | None:
     tensors, data = world.receive(source, _WHAT)
     if data is None:
         return None
-    kind = data["type"]
+    kind, own = data["type"], {name: value for name, value in data.items() if name != "type"}
     if kind == FramesDecoded.type:
-        return FramesDecoded(data["seed"], len(tensors[0]), tensors[0].numpy())
+        return FramesDecoded(**own, frames=tensors[0].numpy())
     if kind == AudioDecoded.type:
-        return AudioDecoded(data["seed"], data["rate"], data["seconds"], tensors[0].numpy())
+        return AudioDecoded(**own, samples=tensors[0].numpy())
     if kind == Preview.type:
-        own = {name: value for name, value in data.items() if name != "type"}
         return Preview(**own, image=tensors[0].numpy().tobytes())
     if kind == VideoDone.type:
-        return VideoDone(data["seed"], data["num_frames"], data["record"])
+        return VideoDone(**own)
     return event_of(data)

@@ -76,10 +76,10 @@ class GenerateCall:
     def videos(
         self, events: Events, on_event: Callable[[Event], None] | None
     ) -> Video | list[Video]:
-        """The video of the run, or a list of several."""
+        """The video of the run, or a list of several: one call of a pipeline may make more."""
         compared = compare_with(self.record, events)
         videos = collect_videos(compared, self.output, EventDelivery(on_event))
-        return videos if self.request.num_videos > 1 else videos[0]
+        return videos if len(videos) > 1 else videos[0]
 
 
 def check_output(output: str) -> None:

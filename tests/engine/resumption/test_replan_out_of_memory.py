@@ -192,6 +192,7 @@ def test_frames_that_were_had_are_left_out() -> None:
     assert isinstance(rest, FramesDecoded)
     assert (rest.num_frames, rest.frames.ravel().tolist()) == (2, [4, 5])
     assert handed.new(FramesDecoded(2, 1, pixels(1))) is not None, "another video's"
+    assert handed.new(FramesDecoded(1, 1, pixels(1), 1)) is not None, "another one of the call"
     handed.again()
     assert handed.new(FramesDecoded(1, 6, pixels(6))) is None
 

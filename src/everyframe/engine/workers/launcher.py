@@ -52,8 +52,9 @@ class EventDeduplicator:
 
     def __init__(self) -> None:
         self.done: list[int] = []
-        self._frames: Counter[int] = Counter()
-        self._left_out: Counter[int] = Counter()
+        # By seed, and by the number among the videos of one call.
+        self._frames: Counter[tuple[int, int | None]] = Counter()
+        self._left_out: Counter[tuple[int, int | None]] = Counter()
         self._is_again = False
 
     def again(self) -> None:
@@ -71,12 +72,12 @@ class EventDeduplicator:
         return event
 
     def _new_frames(self, event: FramesDecoded) -> FramesDecoded | None:
-        seed = event.seed
-        known = min(self._left_out[seed], event.num_frames)
-        self._left_out[seed] -= known
+        video = event.seed, event.index
+        known = min(self._left_out[video], event.num_frames)
+        self._left_out[video] -= known
         if known == event.num_frames:
             return None
-        self._frames[seed] += event.num_frames - known
+        self._frames[video] += event.num_frames - known
         if not known:
             return event
         return replace(event, num_frames=event.num_frames - known, frames=event.frames[known:])

@@ -393,4 +393,4 @@ def _light(event: Event, as_uint8: bool) -> Event:
         return event
     from everyframe.media.pixels import to_uint8
 
-    return FramesDecoded(event.seed, event.num_frames, to_uint8(event.frames))
+    return replace(event, frames=to_uint8(event.frames))
