@@ -50,12 +50,19 @@ def join_ranks(
     if is_local:
         loopback = "lo0" if sys.platform == "darwin" else "lo"
         os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = loopback
+    timeout = timedelta(seconds=patience)
+    store = None
+    if place is not None:
+        # Not by a file:// URL, which ends at a "#" or "?" in the name of a folder.
+        store = dist.FileStore(str(place), len(weights))  # type: ignore[attr-defined]
+        store.set_timeout(timeout)
     dist.init_process_group(
         _BACKENDS[kind],
-        init_method="env://" if place is None else f"file://{place}",
+        init_method="env://" if store is None else None,
+        store=store,
         rank=rank,
         world_size=len(weights),
-        timeout=timedelta(seconds=patience),
+        timeout=timeout,
     )
     return TorchCommunicator(weights)
 
