@@ -103,6 +103,22 @@ def test_an_answer_that_is_damaged_is_computed_again(tmp_path: Path) -> None:
     assert "a model answered with a object, which can't be saved" in messages[1]
 
 
+def test_an_answer_of_a_class_that_has_moved_is_computed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another version of diffusers may have it in another module."""
+    messages: list[str] = []
+    answers = FileReplayLog(tmp_path / "3", messages.append)
+    assert answers.next("call") is None
+    moved = f"{Transformer2DModelOutput.__module__}_of_before"
+    monkeypatch.setattr(Transformer2DModelOutput, "__module__", moved)
+    answers.keep(Transformer2DModelOutput(sample=torch.zeros(2)), ())
+    again = FileReplayLog(tmp_path / "3", messages.append)
+    assert again.next("call") is None
+    (missing,) = messages
+    assert "_of_before" in missing
+
+
 def test_an_answer_is_served_to_the_same_call_alone(tmp_path: Path) -> None:
     messages: list[str] = []
     answers = FileReplayLog(tmp_path / "3", messages.append)

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 
-from everyframe.core.errors import InputError, RunLockedError
+import everyframe
+from everyframe.core.errors import CorruptRunError, InputError, RunLockedError
 from everyframe.core.events import Event, Note
 from everyframe.engine.resumption import resume
+from everyframe.runs.checksummed_json import checksum
 from everyframe.runs.folder import RunFolder, all_runs, find_run, list_runs, new_run
 from helpers.interrupted_runs import OPEN_SORA, begun, same
 
@@ -107,6 +109,21 @@ def test_runs_that_can_only_be_read_are_listed(
     assert (listed.run, listed.is_busy) == (folder.name, False)
     assert find_run(None, tmp_path) == RunFolder(folder.path)
     assert list(all_runs(tmp_path)) == [folder]
+
+
+@pytest.mark.parametrize("rest", ["no json", '"a": ' + "[" * 100_000])
+def test_a_run_of_another_program_is_unreadable_in_one_line(rest: str, tmp_path: Path) -> None:
+    """Whoever writes a folder can write its checksum."""
+    run, data = new_run(tmp_path), f"{rest}}}\n".encode()
+    first = f'{{"checksum": "{checksum(data)}",'.encode()
+    (run.path / "run.json").write_bytes(first + data)
+    assert not run.is_readable()
+    (listed,) = list_runs(tmp_path)
+    assert listed.progress.startswith("can't be read: ")
+    with pytest.raises(CorruptRunError, match="holds no JSON"):
+        everyframe.resume(run.path)
+    run.write_run({"began": 10**400})
+    assert run.began() == run.last_written()
 
 
 def test_a_state_of_somebody_elses_name_is_no_part_of_a_run(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """Read what `write_json` wrote; None if there is no such file.
 
     Raises:
-        CorruptRunError: the content changed, even by one bit.
+        CorruptRunError: the content changed, even by one bit, or is another program's.
     """
     try:
         data = path.read_bytes()
@@ -44,7 +44,10 @@ def read_json(path: Path) -> dict[str, Any] | None:
             f"{path} is not as this version of everyframe wrote it: it was changed since, or is "
             "another version's"
         )
-    values: dict[str, Any] = json.loads(b"{" + rest)
+    try:
+        values: dict[str, Any] = json.loads(b"{" + rest)
+    except (ValueError, RecursionError) as error:
+        raise CorruptRunError(f"{path} holds no JSON: {error}") from error
     return values
 
 

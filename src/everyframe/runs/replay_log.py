@@ -149,7 +149,7 @@ def _read(path: Path, number: int, call: str) -> Any:
         if metadata[_CALL] != call:
             raise CorruptRunError("its call was given something else than before")
         return _put_together(json.loads(metadata[_FORM]), load_tensors(data))
-    except (SafetensorError, *UNREADABLE) as error:
+    except (SafetensorError, ImportError, *UNREADABLE) as error:
         raise CorruptRunError(f"{path} can't be read: {error!r}") from error
 
 

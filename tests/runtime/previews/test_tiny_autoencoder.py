@@ -126,6 +126,30 @@ def test_a_file_that_lacks_a_layer_is_refused(tmp_path: Path, name: str) -> None
         TinyDecoder(tmp_path / "tae.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [("decoder.1.weight", (8,)), ("decoder.22.weight", (4, 8, 3, 3)), ("decoder.22.weight", ()),
+     ("decoder.8.weight", (16, 9, 3, 3)), ("decoder.3.conv.2.weight", ())],
+    ids=["flat", "four colours", "a number", "another width", "a number in a block"],
+)  # fmt: skip
+def test_a_file_whose_layers_do_not_fit_is_refused(
+    tmp_path: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    """Before the run: the first preview would end it."""
+    tensors = {**taehv(tmp_path / "tae.safetensors"), name: torch.zeros(shape)}
+    if name == "decoder.22.weight":
+        tensors["decoder.22.bias"] = torch.zeros(4)
+    save_file(tensors, tmp_path / "tae.safetensors")
+    with pytest.raises(CheckpointError, match="no decoder of TAESD or TAEHV"):
+        TinyDecoder(tmp_path / "tae.safetensors")
+
+
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "tae.safetensors")
+    with pytest.raises(CheckpointError, match="no decoder of TAESD or TAEHV"):
+        TinyDecoder(tmp_path / "tae.safetensors")
+
+
 def test_a_run_shows_itself_by_it(tmp_path: Path) -> None:
     tiny_pipelines.TINY["wan"](tmp_path / "wan")
     taehv(tmp_path / "tae.safetensors")

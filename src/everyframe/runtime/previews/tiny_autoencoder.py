@@ -37,20 +37,22 @@ class TinyDecoder:
 
     def __init__(self, path: str | Path) -> None:
         """Read a decoder. Raises `CheckpointError` if the file holds none of these."""
-        self._tensors = _decoder_tensors(Path(path))
-        has_time = "7.conv.weight" in self._tensors
-        self._layers = _TAEHV if has_time else _TAESD
-        _check_whole(self._tensors, self._layers, path)
+        tensors = _decoder_tensors(Path(path))
+        self._layers = _TAEHV if "7.conv.weight" in tensors else _TAESD
+        _check_whole(tensors, self._layers, path)
         try:
             self._modules = [
-                _module(kind, number, self._tensors) for number, kind in enumerate(self._layers)
+                _module(kind, number, tensors) for number, kind in enumerate(self._layers)
             ]
-        except (RuntimeError, KeyError, IndexError) as error:
+            self.channels = int(tensors["1.weight"].shape[1])
+            num_out = len(tensors[f"{len(self._layers) - 1}.weight"])
+            self._patch = round((num_out / 3) ** 0.5)
+            if num_out != 3 * self._patch**2:
+                raise ValueError(f"its last layer has {num_out} outputs, which are no colours")
+            self(torch.zeros(self.channels, 1, 1, 1))  # layers that don't fit each other
+        except (RuntimeError, LookupError, ValueError, TypeError) as error:
             text = " ".join(str(error).split())
             raise CheckpointError(f"{path} is no decoder of TAESD or TAEHV: {text}") from error
-        self.channels = int(self._tensors["1.weight"].shape[1])
-        last = self._tensors[f"{len(self._layers) - 1}.weight"]
-        self._patch = round((last.shape[0] / 3) ** 0.5)
 
     def __call__(self, frames_CTHW: Tensor) -> Tensor:
         x = frames_CTHW.to("cpu", torch.float32).movedim(1, 0)
@@ -137,9 +139,8 @@ def _module(kind: str, number: int, tensors: Mapping[str, Tensor]) -> nn.Module:
 def _decoder_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of the decoder in that file or folder, float32, by upstream's numbers."""
     file = open_checkpoint(path)
-    prefix, more = next(
-        each for each in _PREFIXES if any(name.startswith(each[0]) for name in file)
-    )
+    fitting = (each for each in _PREFIXES if any(name.startswith(each[0]) for name in file))
+    prefix, more = next(fitting, _PREFIXES[-1])
     found = {}
     for name in file:
         match = re.fullmatch(rf"{re.escape(prefix)}(\d+)\.(.+)", name)
