@@ -103,11 +103,12 @@ def record_of(file: Path) -> dict[str, Any]:
         raise ValueError(f"{file.name} can't be read as a video: {error}") from None
     try:
         found = json.loads(tags.get("comment", ""))
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
-    if not isinstance(found, dict) or not {"request", "settings"} <= found.keys():
+    record: dict[str, Any] = found if isinstance(found, dict) else {}
+    if not all(isinstance(record.get(name), dict) for name in ("request", "settings")):
         raise ValueError(
             f"{file.name} holds no record of Everyframe; give a video that Everyframe made, as "
             "Save Video writes it with format and codec auto"
         )
-    return found
+    return record

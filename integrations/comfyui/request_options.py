@@ -27,9 +27,10 @@ REFUSED: Mapping[str, str] = {
     **{option: f"use the node's input {name}" for name, (option, _) in INPUTS.items()},
     **dict.fromkeys(("image", "last_image", "extend", "loras"), _BY_INPUT),
     **dict.fromkeys(("trust_remote_code", "compiled", "report"), _NOT_IN_WORKFLOWS),
-    # The last of them holds any other option, `trust_remote_code` too.
+    # `paths` and `remedies` are earlier names, still read. `family_options` holds any other option,
+    # `trust_remote_code` too.
     **dict.fromkeys(
-        ("fast_paths", "quantized", "repairs", "method", "family_options"),
+        ("fast_paths", "paths", "quantized", "repairs", "remedies", "method", "family_options"),
         "it is set in Python alone; give each option by its own name",
     ),
     "latents": "start noise can't be written as JSON; use the node's input seed",

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from everyframe.core import option_values
 from everyframe.core.errors import RunStoppedError, WorkerDiedError
 from everyframe.core.events import AudioDecoded, Events, FramesDecoded, Preview
 from everyframe.core.options import facts_of
@@ -207,6 +208,8 @@ def test_a_workflow_sets_nothing_that_python_alone_sets(pack: Any) -> None:
         name for name, owner in option_owners().items() if facts_of(owner, name)["python_only"]
     ]
     assert "family_options" in names
+    names += [old for old, name in option_values._RENAMED.items() if name in names]
+    assert "paths" in names
     node = pack.nodes["EveryframeGenerate"]
     for name in (*names, "trust_remote_code"):
         options = json.dumps({name: {}})
@@ -305,6 +308,10 @@ def test_video_of_others_has_no_record(pack: Any, tmp_path: Path) -> None:
         node.execute("other.mp4")
     with pytest.raises(ValueError, match=r"none.mp4 can't be read as a video"):
         node.execute("none.mp4")
+    broken = {"request": 3, "settings": "x"}
+    Video(frames_of(3), 8, broken).save(tmp_path / "input" / "broken.mp4", sidecar=False)
+    with pytest.raises(ValueError, match=r"broken.mp4 holds no record of Everyframe"):
+        node.execute("broken.mp4")
     assert node.validate_inputs("other.mp4") is True
     assert "is not there" in node.validate_inputs("missing.mp4")
 
