@@ -5,7 +5,7 @@ A client's name is looked up in a table; it never becomes a path or a hub id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,11 @@ class RegisteredModel:
     location: Location
 
     @property
+    def is_embedded(self) -> bool:
+        """Whether it is the model of the package, which a request without a model means."""
+        return self.location.kind == "embedded"
+
+    @property
     def family(self) -> str | None:
         """Its family; None if it can be found only in its configs."""
         return self.location.known.family if self.location.known else None
@@ -60,21 +65,36 @@ class ModelRegistry:
             raise InputError("no model is on this disk; `everyframe models` lists what to fetch")
         self.default = found[0]
 
-    def __iter__(self) -> Any:
+    def __iter__(self) -> Iterator[RegisteredModel]:
         return iter(self._models.values())
 
     def get(self, name: str) -> RegisteredModel:
         """The model of that name. Raises `ApiError` for any other."""
         found = self._models.get(name.strip().casefold())
         if found is None:
-            names = [each.name for each in self._models.values()]
-            hint = did_you_mean(name, names)
+            hint = did_you_mean(name, [each.name for each in self])
             raise ApiError(
                 "invalid_value",
-                f"model {name[:80]!r} is not served here; served are {', '.join(names[:10])}{hint}",
+                f"model {name[:80]!r} is not served here; served are {self._names()}{hint}",
                 "model",
             )
         return found
+
+    def of_request(self, options: Mapping[str, Any]) -> RegisteredModel:
+        """The model of an earlier request. Raises `ApiError` if it is not served any more."""
+        target = options.get("model")
+        for each in self:
+            if each.target == target or (target is None and each.is_embedded):
+                return each
+        raise ApiError(
+            "invalid_value",
+            "the model of that video is not served here any more; give model, one of "
+            f"{self._names()}",
+            "model",
+        )
+
+    def _names(self) -> str:
+        return ", ".join([each.name for each in self][:10])
 
 
 def _parse_model(text: str) -> RegisteredModel:
@@ -108,6 +128,13 @@ class LoraRegistry:
         """
         listed = given if isinstance(given, list) else [given]
         return [self._parse(each) for each in listed]
+
+    def check_served(self, loras: Iterable[Mapping[str, Any]]) -> None:
+        """Raise `ApiError` if a LoRA of an earlier request is not in the folder any more."""
+        for file in (Path(each["file"]) for each in loras):
+            if file not in self._files().values():
+                text = f"the LoRA {file.stem!r} of that video is not served here any more"
+                raise ApiError("invalid_value", f"{text}; give loras, or an empty list", "loras")
 
     def _parse(self, given: Any) -> dict[str, Any]:
         try:

@@ -88,17 +88,19 @@ class RequestParser:
                 values[name], shapes[name] = stored.file, stored.shape
         if "loras" in values:
             values["loras"] = self.loras.parse(values["loras"])
+        elif base is not None:
+            self.loras.check_served(base.get("loras", ()))
         model = self.models.default
         if "model" in values:
             model = self.models.get(str(values["model"]))
             values["model"] = model.target
-        elif base and base.get("model"):
-            model = next((m for m in self.models if m.target == base["model"]), model)
+        elif base is not None:
+            model = self.models.of_request(base)
         _give_to_pipeline(values, model)
         if base is not None:
             gone = replaced_by(values)
             values = {**{k: v for k, v in base.items() if k not in gone}, **values}
-        if model is not self.models.default or not _is_embedded(model):
+        if model is not self.models.default or not model.is_embedded:
             # Without a name the embedded model refuses what it can't draw.
             values["model"] = model.target
         self._check(values)
@@ -245,10 +247,6 @@ def _is_word(name: str, value: Any) -> bool:
     if name == "mask":
         return isinstance(value, str) and is_box(value)
     return name == "control" and is_built_in(value)
-
-
-def _is_embedded(model: RegisteredModel) -> bool:
-    return model.location.kind == "embedded"
 
 
 def _refuse_file_names(given: Any) -> None:
