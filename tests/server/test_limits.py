@@ -59,12 +59,31 @@ def test_bodies_have_a_size(small: ServedApp) -> None:
     refused(answer, 413, "too_large")
 
 
+def test_a_login_is_small(tmp_path: Path) -> None:
+    """Anybody may send one."""
+    with ServedApp(tmp_path / "server", keys=(key("ann", "secret"),)) as app:
+        answer = app.client.post("/v1/session", json={"key": "x" * 5000})
+        refused(answer, 413, "too_large", "larger than 4 kB")
+        assert app.client.post("/v1/session", json={"key": "secret"}).status_code == 200
+
+
+def test_a_long_form_field_is_read(tmp_path: Path) -> None:
+    """As long as one of JSON: a picture as a data URL has millions of letters."""
+    with ServedApp(tmp_path / "server") as app:
+        fields = {**PROMPT, "negative_prompt": "x" * 2_000_000}
+        refused(post(app, data=fields), 400, "invalid_value", "2000000 letters")
+
+
 def test_forms_have_a_number_of_fields_and_files(small: ServedApp) -> None:
     many = {f"field{number}": "x" for number in range(20)}
     refused(post(small, data=many), 413, "too_large")
     refused(post(small, files=dict.fromkeys(many, (None, "x"))), 413, "too_large")
     files = [(f"image{number}", ("x.png", png())) for number in range(3)]
     refused(post(small, data=PROMPT, files=files), 413, "too_large")
+    for form in (b"a=1&" * 40_000, b"&" * 160_000):  # refused before it is parsed
+        headers = {"content-type": "application/x-www-form-urlencoded"}
+        answer = post(small, content=form, headers=headers)
+        refused(answer, 413, "too_large", "at most 8 fields")
     long = {"prompt": (None, "x" * 2000)}
     refused(post(small, files=long), 413, "too_large")
     twice = [("image", ("x.png", png())), ("image", ("y.png", png()))]
@@ -80,6 +99,8 @@ def test_forms_have_a_number_of_fields_and_files(small: ServedApp) -> None:
         ("application/json", b"\xff"),
         ("application/json", b"[" * 100_000),
         ("application/json", b'{"seed": ' + b"9" * 50_000 + b"}"),
+        ("application/x-www-form-urlencoded", b"prompt=%ff"),
+        ("application/x-www-form-urlencoded", b"prompt=\xff"),
         ("multipart/form-data", b"x"),
         ("multipart/form-data; boundary=x", b"--x\r\nbroken"),
         ("multipart/form-data; boundary=x", b"x"),

@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
+from urllib.parse import parse_qsl
 
 import anyio
 import anyio.to_thread
 from fastapi import Request
 from python_multipart.exceptions import FormParserError
 from starlette.datastructures import UploadFile
-from starlette.formparsers import FormParser, MultiPartException, MultiPartParser
+from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.types import Message
 
+from everyframe.core.bytes import format_bytes
 from everyframe.server.errors import ApiError
 from everyframe.server.settings import Limits
 
@@ -63,7 +65,8 @@ async def read_body(request: Request, limits: Limits) -> Body:
     if kind == "multipart/form-data":
         fields, files = await _read_multipart(request, data, limits)
     elif kind == "application/x-www-form-urlencoded":
-        fields, files = await _read_form(request, data, limits), {}
+        text = await data.whole()
+        fields, files = await _off_loop(data.is_small, _read_form, text, limits), {}
     elif kind == "application/json" or kind.endswith("+json"):
         text = await data.whole()
         fields, files = await _off_loop(data.is_small, _read_json, text), {}
@@ -143,7 +146,7 @@ class _CountedBody:
     def _too_large(self) -> ApiError:
         return ApiError(
             "too_large",
-            f"the body is larger than {self._limits.body_bytes / 1024**2:.0f} MiB; send less",
+            f"the body is larger than {format_bytes(self._limits.body_bytes)}; send less",
             headers={"connection": "close"},
         )
 
@@ -199,20 +202,16 @@ async def _read_multipart(
     return _nest(texts), files
 
 
-async def _read_form(request: Request, data: _CountedBody, limits: Limits) -> dict[str, Any]:
-    whole = await data.whole()
-
-    async def stream() -> Any:
-        yield whole
-        yield b""  # Starlette up to 1.7 takes the last field with the end alone
-
+def _read_form(data: bytes, limits: Limits) -> dict[str, Any]:
     try:
-        form = await FormParser(request.headers, stream()).parse()
-    except (FormParserError, UnicodeDecodeError) as error:
+        texts = parse_qsl(
+            data.decode(), keep_blank_values=True, errors="strict", max_num_fields=limits.num_fields
+        )
+    except UnicodeDecodeError as error:
         raise ApiError("invalid_value", f"the form can't be read: {error}") from None
-    texts = [(name, str(value)) for name, value in form.multi_items()]
-    if len(texts) > limits.num_fields:
-        raise ApiError("too_large", f"a form has at most {limits.num_fields} fields")
+    except ValueError:  # counted before any is parsed
+        text = f"a form has at most {limits.num_fields} fields"
+        raise ApiError("too_large", text) from None
     return _nest(texts)
 
 

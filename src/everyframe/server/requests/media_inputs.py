@@ -11,6 +11,7 @@ import io
 import urllib.parse
 from dataclasses import dataclass
 
+from everyframe.core.bytes import format_bytes
 from everyframe.core.errors import MediaError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import ApiError
@@ -133,7 +134,7 @@ def _video(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
     if len(data) > limits.video_bytes:
         raise ApiError(
             "too_large",
-            f"{param} is larger than {limits.video_bytes / 1024**2:.0f} MiB; cut it",
+            f"{param} is larger than {format_bytes(limits.video_bytes)}; cut it",
             param,
         )
     try:

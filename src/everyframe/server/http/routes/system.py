@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
@@ -16,14 +16,17 @@ from everyframe._version import __version__
 from everyframe.core.errors import EveryframeError
 from everyframe.server.errors import ApiError
 from everyframe.server.http.access import COOKIE, SESSION_SECONDS
-from everyframe.server.http.context import Caller, Context, RequestBody, ServerContext, in_thread
+from everyframe.server.http.context import Caller, Context, ServerContext, in_thread
 from everyframe.server.http.resources import video_resource
 from everyframe.server.monitoring.metrics import MEDIA_TYPE
+from everyframe.server.requests.body import read_body
 
 router = APIRouter(tags=["server"])
 
 #: Jobs that the queue's page shows.
 _SHOWN = 100
+#: Most bytes of a login's body.
+_LOGIN_BYTES = 4096
 
 
 @router.get("/v1/queue")
@@ -153,11 +156,13 @@ def _reasons(context: ServerContext) -> list[ReadinessReason]:
 
 
 @router.post("/v1/session")
-async def begin_session(request: Request, context: Context, body: RequestBody) -> Any:
+async def begin_session(request: Request, context: Context) -> Any:
     """Log a page in: the key is in the body, a session cookie in the response."""
     if not context.settings.keys:
         return JSONResponse({"object": "session", "name": "", "role": "admin"})
     context.logins.take("login")
+    # Anybody may send one: no upload's memory and time are spent on it.
+    body = await read_body(request, replace(context.settings.limits, body_bytes=_LOGIN_BYTES))
     given = body.fields.get("key")
     if not isinstance(given, str) or not given:
         raise ApiError("missing_required_parameter", "key is missing", "key")
