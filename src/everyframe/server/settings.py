@@ -46,13 +46,20 @@ class ApiKey:
 
 
 def keys_of_variable(text: str) -> tuple[ApiKey, ...]:
-    """Keys of `KEYS_VARIABLE`. Raises `InputError` for another form, without quoting a key."""
+    """Keys of `KEYS_VARIABLE`. Raises `InputError` for another form, without quoting any of it.
+
+    What stands in the place of a name or a role may be a part of a key.
+    """
     keys = []
     for place, entry in enumerate(filter(None, (each.strip() for each in text.split(","))), 1):
         name, _, rest = entry.partition(":")
         key, _, role = rest.partition(":")
-        if not key:
-            raise InputError(f"{KEYS_VARIABLE}: entry {place} must be NAME:KEY or NAME:KEY:ROLE")
+        if not (_NAME.fullmatch(name) and key and role in ("", *ROLES)):
+            raise InputError(
+                f"{KEYS_VARIABLE}: entry {place} must be NAME:KEY or NAME:KEY:ROLE, with a name of "
+                "up to 64 letters, digits, dots or dashes, a key without colon and comma, and user "
+                "or admin as role"
+            )
         digest = hashlib.sha256(key.encode()).hexdigest()
         keys.append(ApiKey(name, digest, role or "user"))  # type: ignore[arg-type]
     return _distinct(keys)
@@ -95,7 +102,7 @@ class Limits:
     Attributes:
         body_bytes: bytes of a request's body.
         num_files: files of a multipart body; `num_fields`: its fields.
-        field_bytes: bytes of one text field.
+        field_bytes: bytes of one text field of a multipart body.
         prompt_letters: characters of a prompt or a negative prompt.
         picture_pixels: pixels of a picture, by its header.
         video_bytes: bytes of a video; `video_seconds`: its length.

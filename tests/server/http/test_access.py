@@ -106,6 +106,9 @@ def test_keys_are_read_from_variable_and_file(tmp_path: Path) -> None:
     for text, words in (
         ("secret", "NAME:KEY"),
         ("a:x:boss", "user or admin"),
+        ("a:x:secret", "user or admin"),
+        ("a:sec:ret:secret", "without colon"),
+        ("no secret:x", "letters, digits"),
         ("a:x,a:y", "twice"),
     ):
         with pytest.raises(InputError, match=words) as caught:

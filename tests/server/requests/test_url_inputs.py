@@ -160,6 +160,14 @@ def test_sizes_are_limited_whatever_the_header_says(peer: Callable[[bytes], Peer
     assert refusal(fetcher(there, PUBLIC), "https://example.org/").code == "too_large"
 
 
+@pytest.mark.parametrize("length", [b"content-length: 9", b"transfer-encoding: chunked"])
+def test_a_file_that_is_cut_off_is_refused(peer: Callable[[bytes], Peer], length: bytes) -> None:
+    there = peer(b"HTTP/1.1 200 OK\r\n%s\r\n\r\n" % length + b"9\r\nx")
+    error = refusal(fetcher(there, PUBLIC), "https://example.org/")
+    assert error.code == "invalid_value"
+    assert "example.org can't be read" in str(error)
+
+
 def test_slow_hosts_are_given_up(
     peer: Callable[[bytes], Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from urllib.parse import SplitResult, urljoin, urlsplit
 
+from everyframe.core.bytes import format_bytes
 from everyframe.server.errors import ApiError
 
 #: Seconds for one connection or read, and for the whole of a fetch.
@@ -123,10 +124,12 @@ class UrlFetcher:
         while chunk := answer.read1(_CHUNK):
             data += chunk
             if len(data) > self.most_bytes:
-                text = f"{param} is larger than {self.most_bytes / 1024**2:.0f} MiB"
+                text = f"{param} is larger than {format_bytes(self.most_bytes)}"
                 raise ApiError("too_large", text, param)
             if time.monotonic() > ends:
                 raise http.client.HTTPException(f"no end within {_WHOLE_SECONDS:.0f} seconds")
+        if answer.length:  # `read1` ends in silence where the connection does
+            raise http.client.HTTPException(f"the connection ended {answer.length} bytes early")
         return bytes(data)
 
     def _address(self, host: str, param: str) -> str:
