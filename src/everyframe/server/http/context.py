@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -44,7 +45,10 @@ _LOGINS_A_MINUTE = 60
 
 @dataclass
 class ServerContext:
-    """The parts of one server. `hub` exists while the application runs."""
+    """The parts of one server. `hub` exists while the application runs.
+
+    `num_waiting` counts the open requests that wait for a job's file, by its id.
+    """
 
     settings: ServerSettings
     store: JobStore
@@ -64,6 +68,7 @@ class ServerContext:
     doctor: CachedResult = field(init=False)
     parser: RequestParser = field(init=False)
     hub: EventHub | None = None
+    num_waiting: Counter[str] = field(default_factory=Counter)
     started_at: float = field(default_factory=time.time)
     is_draining: bool = False
 
