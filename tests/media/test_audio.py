@@ -11,6 +11,7 @@ import pytest
 
 from everyframe.core.errors import InputError, MediaError, NumericsError
 from everyframe.media.audio import Audio
+from everyframe.media.mp4 import read_audio
 from everyframe.media.video import Video
 from everyframe.media.write import VideoWriter
 
@@ -66,6 +67,14 @@ def test_other_files_have_no_room_for_it(tmp_path: Path, name: str) -> None:
         assert not writer.holds_audio
         with pytest.raises(MediaError, match=r"can't hold sound; an \.mp4 can"):
             writer.add_audio(tone(16000, 2))
+
+
+def test_sound_of_an_unknown_codec_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    Video(FRAMES, 24, {}, tone(16000, 2)).save(path, sidecar=False)
+    path.write_bytes(path.read_bytes().replace(b"mp4a", b"xxxx").replace(b"esds", b"xxxx"))
+    with pytest.raises(MediaError, match=r"sound of .*clip.mp4' can't be decoded \(its codec"):
+        read_audio(path, 1.0)
 
 
 def test_what_is_no_sound() -> None:

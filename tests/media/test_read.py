@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import re
+import struct
 import tracemalloc
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import av
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, features
 
 from everyframe.core.errors import InputError, MediaError
+from everyframe.media.frame_source import open_frames, survey
 from everyframe.media.pixels import fit_image
-from everyframe.media.read import read_image, read_video
+from everyframe.media.read import count_frames, read_image, read_video, video_shape
 from everyframe.media.record import read_record
+from everyframe.media.video import Video
 from everyframe.media.write import write
 
 CORNERS = np.array([[[255, 0, 0], [0, 255, 0], [9, 9, 9]], [[0, 0, 255], [255, 255, 0], [8, 8, 8]]],
@@ -139,6 +143,46 @@ def test_broken_pictures_are_one_clear_line(tmp_path: Path) -> None:
     for bad in (np.zeros((2, 2, 2)), np.zeros(3), np.zeros((0, 2, 3)), np.zeros((2, 2), np.int64)):
         with pytest.raises(MediaError, match="an image array must be"):
             read_image(bad)
+
+
+def test_errors_of_every_decoder_are_one_clear_line(tmp_path: Path) -> None:
+    """Pillow's decoders raise errors of any type; those of AVIF and of pages are examples."""
+    pages = [Image.new("RGB", (4, 4))] * 2
+    pages[0].save(tmp_path / "pages.tif", save_all=True, append_images=pages[1:])
+    data = bytearray((tmp_path / "pages.tif").read_bytes())
+    width = max(data.rfind(struct.pack("<HH", 256, kind)) for kind in (3, 4))
+    data[width + 1] = 9  # the second page has no width
+    (tmp_path / "pages.tif").write_bytes(data)
+    names = ["pages.tif"]
+    if features.check("avif"):
+        Image.new("RGB", (64, 64), "red").save(tmp_path / "broken.avif")
+        whole = (tmp_path / "broken.avif").read_bytes()
+        (tmp_path / "broken.avif").write_bytes(whole.replace(b"pitm", b"none"))
+        names.append("broken.avif")
+    for name in names:
+        with pytest.raises(MediaError, match="to its end") as caught:
+            read_image(tmp_path / name)
+        assert "\n" not in str(caught.value)
+        with pytest.raises(MediaError, match="can't be read"):
+            survey(open_frames(tmp_path / name, what="source"), "source")
+
+
+def test_pages_of_several_sizes_are_no_video(tmp_path: Path) -> None:
+    """Of which the first has the size that was checked."""
+    pages = [Image.new("RGB", size) for size in ((4, 4), (8, 4))]
+    pages[0].save(tmp_path / "pages.tif", save_all=True, append_images=pages[1:])
+    with pytest.raises(MediaError, match=r"picture 0 is 4x4, picture 1 is 8x4"):
+        open_frames(tmp_path / "pages.tif", what="source")
+
+
+def test_an_unknown_codec_is_one_clear_line(tmp_path: Path) -> None:
+    path = tmp_path / "clip.mp4"
+    Video(moving(3), 8, {"prompt": "a"}).save(path, sidecar=False)
+    path.write_bytes(path.read_bytes().replace(b"avc1", b"none"))
+    for read in (read_video, video_shape, partial(count_frames, most=2, what="source")):
+        with pytest.raises(MediaError, match=r"clip.mp4' is in a codec that can't be read"):
+            read(path)
+    assert read_record(path)["prompt"] == "a", "which needs no frame"
 
 
 def moving(num_frames: int = 30) -> np.ndarray:

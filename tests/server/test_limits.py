@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import gzip
+import io
 import struct
 import zlib
 from pathlib import Path
@@ -14,6 +16,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
 from fastapi import Request
+from PIL import Image, features
 
 from everyframe.server.errors import ApiError
 from everyframe.server.http.rate_limits import RateLimit
@@ -191,6 +194,21 @@ def test_videos_have_a_length_and_a_size(small: ServedApp) -> None:
     fine = small.client.post("/v1/videos/extensions", files={"video": ("x.mp4", mp4(1))},
                              data=PROMPT)  # fmt: skip
     assert fine.status_code == 200, fine.text
+
+
+def test_a_damaged_picture_or_an_unknown_codec_is_the_clients_error(small: ServedApp) -> None:
+    url = (
+        "data:application/octet-stream;base64,"
+        + base64.b64encode(mp4(seconds=1).replace(b"avc1", b"none")).decode()
+    )
+    refused(post(small, json={**PROMPT, "extend": url}), 400, "invalid_value", "no video")
+    if not features.check("avif"):
+        return
+    file = io.BytesIO()
+    Image.new("RGB", (64, 64), "red").save(file, "AVIF")
+    damaged = file.getvalue().replace(b"pitm", b"none")  # it doesn't say which item is the picture
+    answer = post(small, data=PROMPT, files={"image": ("x", damaged)})
+    refused(answer, 400, "invalid_value", "image is damaged")
 
 
 def test_a_video_larger_than_its_header_says_is_not_decoded(small: ServedApp) -> None:

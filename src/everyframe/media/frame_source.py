@@ -120,6 +120,8 @@ def num_animated(path: str | os.PathLike[str]) -> int:
             return num_pictures(picture)
     except UnidentifiedImageError:
         return 0
+    except (MediaError, MemoryError):
+        raise
     except Exception as error:
         raise MediaError(f"{os.fspath(path)!r} can't be read: {error}") from error
 

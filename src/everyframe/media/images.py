@@ -127,13 +127,18 @@ def read_animation(
             if is_given:
                 check_frames(int(getattr(picture, "n_frames", 1)), width, height, name)
             record = record_of_picture(picture)
-            for image in ImageSequence.Iterator(picture):
+            for number, image in enumerate(ImageSequence.Iterator(picture)):
+                if image.size != (width, height):  # pages of a TIFF; before one is decoded
+                    raise MediaError(
+                        f"pictures in {name} differ in size: picture 0 is {width}x{height}, "
+                        f"picture {number} is {image.width}x{image.height}"
+                    )
                 rgb = image.convert("RGB")  # decodes, and only then is the duration known
                 duration = int(image.info.get("duration", 0))
                 images.append(np.asarray(rgb))
                 # As browsers do: a frame of 10 ms or less counts as 100 ms.
                 durations.append(duration if duration > 10 or record else 100)
-    except MediaError:
+    except (MediaError, MemoryError):
         raise
     except Exception as error:
         cause = "no picture or video" if isinstance(error, UnidentifiedImageError) else str(error)

@@ -54,7 +54,8 @@ def open_video(
     No frame above `most_pixels`, by default `MOST_PIXELS`, is decoded. The limit applies from the
     start, since FFmpeg decodes frames on opening to find their size, and each frame may be larger
     than the header says or than the one before. It counts rows in whole vectors. A stream whose
-    size is only known from a frame above the limit has the size 0x0. Tags that are not valid UTF-8
+    size is only known from a frame above the limit has the size 0x0; one of an unknown codec has no
+    `codec_context`. Tags that are not valid UTF-8
     don't prevent reading.
     """
     import av
@@ -69,8 +70,9 @@ def open_video(
         container_options=FFMPEG_OPTIONS,
         **tags,
     )
-    for stream in container.streams.video:  # what opened the container forgets them
-        stream.codec_context.options = limit
+    for stream in container.streams.video:
+        if stream.codec_context is not None:  # what opened the container forgets them
+            stream.codec_context.options = limit
     return container
 
 

@@ -161,15 +161,18 @@ def read_audio(path: Path, seconds: float) -> Audio | None:
         if not container.streams.audio:
             return None
         video, stream = container.streams.video[0], container.streams.audio[0]
+        if stream.codec_context is None:
+            raise MediaError(_no_sound(path, "its codec is unknown"))
         shown = float((video.start_time or 0) * video.time_base)
         try:
             samples = decode_audio(container, stream, begin=shown, seconds=seconds)
         except (av.FFmpegError, OSError, MediaError) as error:
-            raise MediaError(
-                f"the sound of {str(path)!r} can't be decoded ({_reason(error)}); a copy without "
-                "sound can be taken"
-            ) from error
+            raise MediaError(_no_sound(path, _reason(error))) from error
         return None if samples is None else Audio(samples, int(stream.rate))
+
+
+def _no_sound(path: Path, why: str) -> str:
+    return f"the sound of {str(path)!r} can't be decoded ({why}); a copy without sound can be taken"
 
 
 def iter_frames(path: Path) -> Iterator[Frames]:
@@ -209,7 +212,7 @@ def iter_frames(path: Path) -> Iterator[Frames]:
 
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """Open a file that must hold a video stream."""
+    """Open a file that must hold a video stream of a known codec."""
     name = str(path)
     try:
         container = open_video(path)
@@ -218,6 +221,8 @@ def _open(path: Path) -> Iterator[Any]:
     with container:
         if not container.streams.video:
             raise MediaError(f"{name!r} holds no video stream")
+        if container.streams.video[0].codec_context is None:
+            raise MediaError(f"{name!r} is in a codec that can't be read; save it as H.264")
         yield container
 
 

@@ -57,9 +57,9 @@ def read_image(
     if isinstance(source, Image.Image):
         try:
             return _from_pillow(source, "the image", under)
-        except (OSError, SyntaxError, ValueError, EOFError) as error:
-            if isinstance(error, MediaError):
-                raise
+        except (MediaError, MemoryError):
+            raise
+        except Exception as error:  # as in `_from_file`
             raise MediaError(f"the image can't be read to its end: {error}") from error
     name = os.fspath(source)
     check_image(name)
@@ -72,15 +72,15 @@ def _from_file(name: str, under: Background) -> Frames:
     try:
         with open_picture(name) as picture:
             return _from_pillow(picture, repr(name), under)
+    except (MediaError, MemoryError):
+        raise
     except UnidentifiedImageError:
         raise MediaError(
             f"{name!r} is no picture that can be read; give a png, jpeg, webp, tiff, bmp or gif"
         ) from None
     except Image.DecompressionBombError as error:
         raise MediaError(f"image {name!r} is too large: {error}") from error
-    except (OSError, SyntaxError, ValueError, EOFError) as error:
-        if isinstance(error, MediaError):
-            raise
+    except Exception as error:  # Pillow's decoders raise almost any, each of its own
         raise MediaError(f"image {name!r} can't be read to its end: {error}") from error
 
 

@@ -111,7 +111,7 @@ def _picture(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
         return None
     except Image.DecompressionBombError:
         raise ApiError("too_large", _too_many_pixels(param, limits), param) from None
-    except (OSError, SyntaxError, ValueError, EOFError, IndexError, TypeError) as error:
+    except Exception as error:  # noqa: BLE001 - Pillow's decoders raise almost any
         raise ApiError("invalid_value", f"{param} is damaged: {error}", param) from None
     if width * height > limits.picture_pixels:
         raise ApiError("too_large", _too_many_pixels(param, limits, f"{width}x{height}"), param)
@@ -142,7 +142,7 @@ def _video(data: bytes, param: str, limits: Limits) -> tuple[str, str] | None:
             kinds = container.format.name.split(",")
             ending = next((_VIDEOS[kind] for kind in kinds if kind in _VIDEOS), None)
             streams = container.streams.video
-            if ending is None or not streams:
+            if ending is None or not streams or streams[0].codec_context is None:
                 return None
             width, height = streams[0].width, streams[0].height
             seconds = (container.duration or 0) / 1_000_000
