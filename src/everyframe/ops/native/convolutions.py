@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from ctypes import c_long
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from everyframe.ops.native import kernels
@@ -87,7 +86,7 @@ def winograd_3d(x_NCTHW: Tensor, weight: Tensor, bias: Tensor | None, padding: P
             raise ValueError(f"a history {shape} in {weight.dtype} is needed, got {found}")
         history = kernels.channels_last(history)
     x_NCTHW = kernels.channels_last(x_NCTHW)
-    y = torch.empty((samples, *sizes, outputs), dtype=x_NCTHW.dtype).permute(0, 4, 1, 2, 3)
+    y = x_NCTHW.new_empty((samples, *sizes, outputs)).permute(0, 4, 1, 2, 3)
     kernels.call(
         "winograd", x_NCTHW, weight, _bias(bias, outputs), y, samples, (c_long * 3)(*given),
         (c_long * 3)(*sizes), channels, outputs, taps, padding.frames[0], padding.pad, history,

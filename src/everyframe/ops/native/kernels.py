@@ -110,18 +110,18 @@ def group_norm(
 
     With a map in between, by which it is scaled and shifted, the result is channels last.
     """
-    given = x
+    is_last = is_channels_last(x)
+    is_copied = not (is_last or (by is None and x.is_contiguous()))
     if by is not None:
-        x = channels_last(x)
-    last = is_channels_last(x)
-    if not last:
+        x, is_last = channels_last(x), True
+    elif not is_last:
         x = x.contiguous()
-    y = torch.empty_like(x) if x is given else x
+    y = x if is_copied else torch.empty_like(x)
     samples, channels = x.shape[:2]
     rows = x.numel() // (samples * channels)
     call(
         "group_norm", x, y, samples, rows, channels, num_groups, floats(weight, channels),
-        floats(bias, channels), eps, *_map(by, x, rows), has_silu, last, is_bf16(x), output=y,
+        floats(bias, channels), eps, *_map(by, x, rows), has_silu, is_last, is_bf16(x), output=y,
     )  # fmt: skip
     return y
 
@@ -154,8 +154,8 @@ def layer_norm(
 
     Weight and bias are (C,), or tables whose rows apply as those of `gated_add`'s gate.
     """
-    given, x = x, x.contiguous()
-    y = torch.empty_like(x) if x is given else x
+    is_copied, x = not x.is_contiguous(), x.contiguous()
+    y = x if is_copied else torch.empty_like(x)
     rows, width = x.numel() // x.shape[-1], x.shape[-1]
     size = next((each.numel() for each in (weight, bias) if each is not None), width)
     weights = [None if each is None else floats(each, size) for each in (weight, bias)]
@@ -272,7 +272,7 @@ def attention(q_BHQD: Tensor, k_BHLD: Tensor, v_BHLD: Tensor, scale: float) -> T
     if any(each.shape != (batches, heads, keys, width) for each in given[1:]) or scale <= 0:
         raise ValueError(f"queries, keys and values of {[tuple(x.shape) for x in given]}, {scale}")
     strides = [step for each in given for step in each.stride()[:3]]
-    y = torch.empty((batches, queries, heads, width), dtype=q_BHQD.dtype)
+    y = q_BHQD.new_empty((batches, queries, heads, width))
     call(
         "attention", *given, y, batches, heads, queries, keys, width, (c_long * 9)(*strides),
         scale, is_bf16(y), output=y,
@@ -312,7 +312,7 @@ def frame_attention(
     strides = (frames * pixels * step, pixels * step, step, 1)
     if any(each.stride() != strides for each in parts):
         parts, step = [each.contiguous() for each in parts], channels
-    y = torch.empty((batches, frames, pixels, channels), dtype=q_bTsC.dtype)
+    y = q_bTsC.new_empty((batches, frames, pixels, channels))
     call(
         "frame_attention", *parts, y, batches, frames, pixels, num_heads, channels // num_heads,
         step, scale, is_bf16(y), output=y,
