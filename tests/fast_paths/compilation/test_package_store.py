@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,19 +118,16 @@ def linked_library(saved: Path) -> None:
 
 def linked_description(saved: Path) -> None:
     path = the_description(saved)
-    moved = path.rename(saved.parent / "elsewhere.json")
-    path.symlink_to(moved)
+    path.symlink_to(path.rename(saved.parent / "elsewhere.json"))
 
 
 def linked_list(saved: Path) -> None:
     path = saved / "everyframe-compiled.json"
-    moved = path.rename(saved.parent / "list.json")
-    path.symlink_to(moved)
+    path.symlink_to(path.rename(saved.parent / "list.json"))
 
 
 def a_pipe(saved: Path) -> None:
-    path = the_library(saved)
-    path.unlink()
+    (path := the_library(saved)).unlink()
     os.mkfifo(path)
 
 
@@ -146,25 +145,37 @@ def other_types(saved: Path) -> None:
     path.write_text(json.dumps({**values, "device": 5, "library": "\0"}))
 
 
-def other_conditions(saved: Path) -> None:
+def rewrite(saved: Path, change: Callable[[dict[str, Any]], None]) -> None:
     path = the_description(saved)
     values = json.loads(path.read_text())
-    values["sizes"]["conditions"] = ["1 == 1"]
+    change(values)
     path.write_text(json.dumps(values, sort_keys=True, indent=1))
+
+
+def list_packages(saved: Path, name: str) -> None:
+    whole = {"schema": "everyframe.package/1", "packages": [name]}
+    (saved / "everyframe-compiled.json").write_text(json.dumps(whole))
+
+
+def other_conditions(saved: Path) -> None:
+    rewrite(saved, lambda values: values["sizes"].update(conditions=["1 == 1"]))
+
+
+def a_store_of_its_own(saved: Path) -> None:
+    """The folder stands for the store: what is listed is there, by its digest."""
+    rewrite(saved, lambda values: values.update(key=str(saved.absolute())))
+    path = the_description(saved)
+    name = hashlib.sha256(path.read_bytes()).hexdigest()
+    path.rename(saved / f"{name}.json")
+    list_packages(saved, name)
 
 
 def other_torch(saved: Path) -> None:
-    path = the_description(saved)
-    values = json.loads(path.read_text())
-    values["device"]["torch"] = "1.0"
-    path.write_text(json.dumps(values, sort_keys=True, indent=1))
+    rewrite(saved, lambda values: values["device"].update(torch="1.0"))
 
 
 def other_instructions(saved: Path) -> None:
-    path = the_description(saved)
-    values = json.loads(path.read_text())
-    values["device"]["instructions"] = "AVX9000"
-    path.write_text(json.dumps(values, sort_keys=True, indent=1))
+    rewrite(saved, lambda values: values["device"].update(instructions="AVX9000"))
 
 
 def no_list(saved: Path) -> None:
@@ -172,9 +183,7 @@ def no_list(saved: Path) -> None:
 
 
 def a_list_that_leads_out(saved: Path) -> None:
-    (saved / "everyframe-compiled.json").write_text(
-        json.dumps({"schema": "everyframe.package/1", "packages": ["../../" + "a" * 58]})
-    )
+    list_packages(saved, "../../" + "a" * 58)
 
 
 REFUSED: list[tuple[Callable[[Path], None], str]] = [
@@ -188,6 +197,7 @@ REFUSED: list[tuple[Callable[[Path], None], str]] = [
     (damaged_description, "is damaged"),
     (other_types, "is damaged"),
     (other_conditions, "this device didn't compile"),
+    (a_store_of_its_own, "is damaged"),
     (other_torch, "was compiled for torch 1.0, and here is"),
     (other_instructions, "was compiled for instructions AVX9000, and here is"),
     (no_list, "is no folder of compiled blocks"),

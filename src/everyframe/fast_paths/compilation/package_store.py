@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import re
 import shlex
 import stat
 import sys
@@ -37,6 +38,9 @@ _log = logging.getLogger(__name__)
 
 _SCHEMA = "everyframe.package/1"
 _LIST = "everyframe-compiled.json"
+
+#: Digests: of what was compiled, and of a library, of which a refused package has none.
+_KEY, _LIBRARY = re.compile("[0-9a-f]{24}"), re.compile("([0-9a-f]{64})?")
 
 #: Bytes of the largest description and library that are read.
 _MOST_TEXT, _MOST_CODE = 1 << 20, 1 << 31
@@ -92,8 +96,11 @@ def _package(text: str) -> Package | None:
             each.name for each in fields(Package)
         }:
             return None
-        names = (values["key"], values["library"], *values["device"].values())
-        if not all(isinstance(name, str) and name.isprintable() for name in names):
+        facts = values["device"].values()
+        if not all(isinstance(fact, str) and fact.isprintable() for fact in facts):
+            return None
+        # Both become names of files.
+        if not _KEY.fullmatch(values["key"]) or not _LIBRARY.fullmatch(values["library"]):
             return None
         sizes = values.pop("sizes")
         dims = tuple(
