@@ -243,6 +243,16 @@ def test_a_strided_convolution_is_never_winograds() -> None:
         assert trials._by_winograd(product, x, torch.ones(64, 64, 3, 3)) is None
 
 
+def test_few_places_are_never_winograds() -> None:
+    """They would be computed, and timed, as torch's own twice."""
+    ones, weight = (1, 1), torch.ones(64, 64, 3, 3)
+    for side, is_tried in ((6, False), (24, True)):
+        x = torch.ones(1, 64, side, side)
+        shapes = (tuple(x.shape), tuple(weight.shape))
+        product = OpShape("convolution", "float32", shapes, (ones, ones, ones, False, (0, 0), 1))
+        assert (trials._by_winograd(product, x, weight) is not None) == is_tried
+
+
 def test_a_large_convolution_is_tried_on_less_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trials, "_CPU_OPERATIONS", 1e6)
     (contest,) = trials.precision(convolving("bfloat16"), CATALOGUE["bf16"])

@@ -33,6 +33,7 @@ from everyframe.fast_paths.compilation.compiled_block import CompiledBlock
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.fast_paths.compilation.package_store import Package, files_of
 from everyframe.fast_paths.modules import residual_blocks
+from everyframe.fast_paths.modules.convolution_modules import saves_products
 from everyframe.fast_paths.modules.fast_modules import embedders, forget, keep
 from everyframe.fast_paths.registry import FastPath
 from everyframe.hardware.device_loss import parse_device_loss
@@ -75,6 +76,8 @@ def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparis
 
     These are the layers; operations between them stay as wide as the islands demand. Convolutions
     are computed as a run on a CPU does in either dtype, by Winograd's algorithm where it is faster.
+    That needs more places than wide convolutions over frames have here. These are compared by
+    torch's kernels, which runs have that are too short for trials of others.
     """
     for product, weight in (*heaviest(subject, "product"), *heaviest(subject, "convolution")):
         if product.dtype not in ALLOWED:
@@ -244,19 +247,26 @@ def _convolve(parameters: tuple[Any, ...], x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _by_winograd(product: OpShape, x: Tensor, weight: Tensor) -> Callable[[], Tensor] | None:
-    """The convolution by the path ``winograd``; None if that has no place there."""
+    """The convolution by the path ``winograd``; None if that has no place, or too few places."""
     stride, padding, dilation, is_transposed, _, groups = product.parameters
     if is_transposed or weight.ndim not in (4, 5):
         return None
     outputs, inputs, *kernel = weight.shape
     kind: Any = nn.Conv2d if weight.ndim == 4 else nn.Conv3d
-    model = nn.Sequential(kind(
+    conv: Any = kind(
         inputs * groups, outputs, tuple(kernel), tuple(stride), tuple(padding), tuple(dilation),
         groups, bias=False, device="meta",
-    ))  # fmt: skip
+    )  # fmt: skip
+    model = nn.Sequential(conv)
     if not applies_to("winograd", model):
         return None
-    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    conv.weight = nn.Parameter(weight, requires_grad=False)
+    *frames, height, width = (
+        side + 2 * pad + 1 - taps
+        for side, pad, taps in zip(x.shape[2:], padding, kernel, strict=True)
+    )
+    if not saves_products(conv, len(x) * prod(frames), height, width):
+        return None  # it would compute as torch does
     swap_modules(model, ("winograd",))
     return partial(model, x)
 
