@@ -141,6 +141,7 @@ def damaged(**changes: object) -> str:
         json.dumps({"schema": "everyframe.calibrations/1", "key": "bad", "size": [1, 2, 3],
                     "videos": [], "measured": {"rm -rf": []}, "seconds": 0, "exact_seconds": 0}),
         damaged(measured=[1]), damaged(size=[1, math.inf, 3]), damaged(size=[17, -64, -64]),
+        damaged(measured={"ab2@9": []}),
         damaged(psnr_db=math.nan), damaged(psnr_db=1e300), damaged(estimate=-1.0),
         damaged(estimate=math.nan), damaged(gain=0), damaged(gain=math.nan),
         damaged(seconds=math.nan), damaged(exact_seconds=math.inf),

@@ -189,6 +189,8 @@ def _of_json(whole: Any) -> Calibration:
     measured = {}
     for method, listed in whole["measured"].items():
         parse_method(method)
+        if not listed:
+            raise ValueError(f"{method} has no measurement")
         measured[method] = tuple(
             Measurement(
                 # Infinite where no frame differs.

@@ -124,6 +124,18 @@ def test_paths_are_turned_off_by_name(model: str, monkeypatch: pytest.MonkeyPatc
         prepared(model, disable="bf1")
 
 
+def test_what_is_requested_and_disabled_is_refused_and_the_variable_goes_first(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: dict[str, Any]
+    for asked, path in ({"attention": "flash"}, "attention-flash"), ({"compile": True}, "compile"):
+        with pytest.raises(InputError, match=f"and disable={path}: give one of them"):
+            prepared(model, disable=[path.upper()], **asked)
+    monkeypatch.setenv("EVERYFRAME_DISABLE", "attention-flash,compile")
+    found = prepared(model, attention="flash", compile=True, will_run=True)
+    assert found.plan.component("denoiser").fast_paths == ()
+
+
 def test_without_bf16_no_decoder_has_it() -> None:
     assert switched_off(["bf16"]) == {"bf16", "bf16-decoder"}
     assert switched_off(["bf16-decoder"]) == {"bf16-decoder"}

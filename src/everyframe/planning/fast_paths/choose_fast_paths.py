@@ -84,7 +84,8 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool) -> FastPath
 
     Raises:
         InputError: no kernel or path of that name; names the nearest. Or a folder of compiled
-            blocks that this device didn't compile. Or products in eight bits of compiled blocks.
+            blocks that this device didn't compile. Or products in eight bits of compiled blocks. Or
+            a path is requested and disabled.
         MissingPackageError: products in eight bits are requested, and torchao isn't installed.
     """
     products = {request.quantize, *(request.quantized or {}).values()} & PRODUCTS.keys()
@@ -99,12 +100,20 @@ def pins_of(request: Request, device: DeviceFacts, *, is_here: bool) -> FastPath
         from everyframe.fast_paths.compilation.package_store import check
 
         check(request.compiled, device.torch_name)
-    kernel = request.attention
+    kernel = None if request.attention is None else check_kernel(request.attention, device)
+    # Of one request alone: the variable is for every run, whatever these ask for.
+    off = {name.strip().casefold() for name in request.disable}
+    if kernel is not None and path_of_kernel(kernel) in off:
+        raise InputError(f"attention={kernel} and disable={path_of_kernel(kernel)}: give one of "
+                         "them")  # fmt: skip
+    is_compiled = request.compile or request.compiled is not None
+    if is_compiled and "compile" in off:
+        raise InputError("compile and disable=compile: give one of them")
     return FastPathOptions(
         dtype=DTYPES[request.dtype],
-        kernel=None if kernel is None else check_kernel(kernel, device),
+        kernel=kernel,
         off=switched_off(request.disable),
-        compile=request.compile or request.compiled is not None,
+        compile=is_compiled,
         exact=request.fast_paths,
         force=request.force,
     )
