@@ -13,7 +13,9 @@ from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.facts import DeviceFacts, Throughput
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
-from everyframe.planning import load_balancing, parallelism
+from everyframe.hardware import machine_facts
+from everyframe.planning import load_balancing, parallelism, resolve
+from everyframe.planning.list_fast_paths import survey
 from everyframe.planning.load_balancing import common_facts, weights_by_speed
 from everyframe.planning.resolve import check_feasible, prepare
 
@@ -88,6 +90,16 @@ def test_a_plan_of_unequal_devices() -> None:
     assert {part.precision.compute for part in found.components} == {"float32"}
     assert not any(part.fast_paths for part in found.components), "nothing is certified on both"
     assert weights(plan(card(0), card(1, "slow", 1e12), shares="1,1")) == [1.0, 1.0]
+
+
+def test_unequal_devices_have_no_certificates_to_make(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine_facts("cpu")
+    facts = replace(here, devices=(here.cpu, card(0), card(1, "slow", 1e12)))
+    monkeypatch.setattr(resolve, "machine_facts", lambda *_: facts)
+    request = Request(prompt=PROMPT, device="cuda:0", num_devices=2, seed=1)
+    assert not any(row.in_use for row in survey(request).rows)
+    with pytest.raises(InputError, match=r"unlike each other; give --device cuda:0 \(fast\)"):
+        survey(request, certify=True)
 
 
 def test_short_memory_moves_work_to_the_others() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from everyframe.core.errors import InputError
 from everyframe.core.plan import FastPathChoice, Plan
 from everyframe.core.request import Request
 from everyframe.fast_paths.registry import CATALOGUE, PRECISIONS, FastPath
@@ -34,7 +35,8 @@ def survey(request: Request, *, certify: bool = False) -> FastPathList:
     """List every fast path of this request; `certify` also tries those not tried yet.
 
     Raises:
-        InputError: the model can't do what is requested.
+        InputError: the model can't do what is requested, or its devices are unlike each other and
+            have no certificates in common.
     """
     prepared = prepare(request)
     untried: Mapping[str, str] = {}
@@ -63,7 +65,12 @@ def _certify(prepared: PreparedPlan) -> tuple[dict[str, str], bool]:
     Returns paths without enough time, with the reason; and whether a precision was tried.
     """
     certificates = prepared.chooser.certificates
-    assert certificates is not None, "it is this machine's"
+    if certificates is None:
+        device = prepared.plan.device
+        raise InputError(
+            "certify tries fast paths on one device, or on several of one model, and these are "
+            f"unlike each other; give --device {device.torch_name} ({device.name})"
+        )
     missing = []
     for component in prepared.plan.components:
         untried = [
