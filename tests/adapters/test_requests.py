@@ -88,7 +88,9 @@ def generate(folder: Path | None, **more: Any) -> everyframe.Video:
         (Path("x:1"), [("x:1", 1.0, "")]),
         (("a.safetensors", 0.5), [("a.safetensors", 0.5, "")]),
         ([("a.safetensors", 0.5), Path("b")], [("a.safetensors", 0.5, ""), ("b", 1.0, "")]),
+        (("a.safetensors", np.float32(0.5)), [("a.safetensors", 0.5, "")]),
         ({"file": "a", "strength": 0.25}, [("a", 0.25, "")]),
+        ({"file": "a", "strength": np.float32(0.25)}, [("a", 0.25, "")]),
         ([], []),
     ],
 )

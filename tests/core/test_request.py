@@ -55,6 +55,12 @@ def test_of_what_is_long_the_beginning_is_reported(given: Any) -> None:
     assert len(str(raised.value)) < 150
 
 
+def test_an_option_of_any_name_is_an_option() -> None:
+    assert Request(**{"self": 1}).family_options == {"self": 1}
+    with pytest.raises(InputError, match="self is no option, got 1"):
+        InpaintOptions(**{"self": 1})
+
+
 def test_switches_stay_switches() -> None:
     assert Request(force=True).force
     with pytest.raises(InputError, match="force must be true or false, got 'maybe'"):
@@ -75,6 +81,8 @@ def test_switches_stay_switches() -> None:
         ("devices", [0, 1], "0,1"),
         ("devices", (torch.device("cuda:0"), "cuda:2"), "cuda:0,cuda:2"),
         ("shares", [24, 8.5], "24,8.5"),
+        ("shares", [24.0, np.float32(8)], "24,8"),
+        ("shares", [1234567.0, 0.123456789], "1234567,0.123456789"),
         ("max_memory", 8_000_000_000, "8000000000"),
         ("max_host_memory", np.int64(10**9), "1000000000"),
     ],

@@ -160,9 +160,20 @@ def test_a_machine_of_somebodys_report(tmp_path: Path) -> None:
     again = diagnose(profile=path)
     assert again.checks == first.checks
     assert again.machine == first.machine
+    with pytest.raises(InputError, match=r"no rates to plan a model by; .* without --model"):
+        diagnose(profile=path, model="shapes")
 
 
-@pytest.mark.parametrize("text", ["{", '{"type": "doctor", "machine": {"devices": 3}}', "[]"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "[" * 10**5,
+        '{"type": "doctor", "machine": {"devices": 3}}',
+        '{"type": "doctor", "machine": {"devices": [], "num_cores": 4}}',
+    ],
+)
 def test_a_file_that_holds_no_facts(tmp_path: Path, text: str) -> None:
     path = tmp_path / "theirs.json"
     path.write_text(text)

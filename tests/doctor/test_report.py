@@ -115,6 +115,16 @@ def test_the_row_to_contribute_makes_it_tested() -> None:
     assert "12.4.5.8" in finding.message  # what others found
 
 
+def test_two_libraries_with_the_same_specifier_are_two_conditions() -> None:
+    """One took the place of the other, and a row fitted whose CUDA is another."""
+    row = reference_tables.TestedRow(
+        device="H20", kind="cuda", cuda=">=12.6", cublas=">=12.6", result="bad", by="report",
+        date="2026-12-01", evidence="none",
+    )  # fmt: skip
+    judged = patient(CARD, cuda="12.4", libraries={"cublas": "12.6.4.1"})
+    assert reference_tables.look_up(judged.machine, CARD, (row,)).answer == "untested"
+
+
 def test_every_variable_of_the_table_means_something() -> None:
     names = [name for entry in reference_tables.variables_table() for name in entry.names]
     assert len(names) == len(set(names))

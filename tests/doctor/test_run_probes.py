@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.doctor import diagnose as diagnosing
 from everyframe.doctor.checks import FACT_CHECKS
 from everyframe.doctor.diagnose import diagnose
-from everyframe.doctor.probes import PROBES, Probe
+from everyframe.doctor.probes import PROBES, Probe, outcome
 from everyframe.doctor.run_probes import devices_to_probe, probe
 from everyframe.hardware import facts
 from everyframe.hardware.isolation import ProcessResult, run_isolated
@@ -156,6 +157,21 @@ def test_one_of_each_kind_is_probed() -> None:
     probed = devices_to_probe(MachineFacts((*cards, CPU), 4))
     assert [device.torch_name for device in probed] == ["cuda:0", "cuda:2"]
     assert devices_to_probe(MachineFacts((CPU,), 4)) == (CPU,)
+
+
+def test_a_probe_that_one_of_two_cards_skips_ran_on_the_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "everyframe.doctor.run_probes.run_isolated",
+        lambda *given, seconds: ProcessResult(
+            outcome(skipped="no bf16" if given[2] == "cuda:1" else None), seconds=1.0
+        ),
+    )
+    other = replace(CARD, name="an old card", index=1)
+    check = probe(planted("be_well"), [CARD, other])
+    assert check.message == "a planted probe, on cuda:0"
+    assert probe(planted("be_well"), [other]).message == "not run: no bf16"
 
 
 def test_probes_that_known_issues_name_are_there() -> None:

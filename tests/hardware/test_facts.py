@@ -23,6 +23,7 @@ def card(index: int) -> DeviceFacts:
 
 TWO_CARDS = MachineFacts((card(0), card(1), CPU), num_cores=4)
 NO_CARD = MachineFacts((CPU,), num_cores=4)
+APPLE = MachineFacts((DeviceFacts("Apple GPU", "mps", None, 8 * GIB, 7 * GIB), CPU), num_cores=4)
 
 
 def test_the_cpu_is_always_there_and_last() -> None:
@@ -55,6 +56,8 @@ def test_facts_are_plain_data() -> None:
         (TWO_CARDS, "CPU", "cpu"),
         (NO_CARD, "auto", "cpu"),
         (NO_CARD, "cpu:0", "cpu"),
+        (APPLE, "mps", "mps"),
+        (APPLE, "mps:0", "mps"),  # as torch calls it in tensor.device
     ],
 )
 def test_the_device_that_was_meant(facts: MachineFacts, asked: str, found: str) -> None:
@@ -67,6 +70,7 @@ def test_the_device_that_was_meant(facts: MachineFacts, asked: str, found: str) 
         (TWO_CARDS, "cuda:3", r"'cuda:3'.*has 2 of cuda.*cuda:0 \(Some card\), cuda:1 .*, cpu"),
         (NO_CARD, "cuda", r"'cuda'.*torch finds none.*cpu \(Some CPU\)"),
         (NO_CARD, "mps", "torch finds none"),
+        (APPLE, "mps:1", "has 1 of mps, counted from 0"),
         (NO_CARD, "xpu:0", "'xpu:0' is an Intel GPU, and those aren't supported yet; give auto or"),
         (TWO_CARDS, "gpu", r"'gpu' is not a device; give auto or .*cuda:0"),
         (TWO_CARDS, "cuda:x", "is not a device"),

@@ -87,6 +87,11 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ({"kind": "tpu"}, "kind must be one of cpu, cuda, mps, xpu, got 'tpu'"),
         ({"memory": "much"}, "memory must be a whole number, got 'much'"),
         ({"memory": 0}, "memory must be more than 0"),
+        ({"host_memory": 10**400}, "host_memory must be at most"),
+        ({"count": 10**9}, "count must be at most 256"),
+        ({"like": ["cuda-sm80"]}, "like must be a device of cpu-fp32, "),
+        ({"self": 1}, "self is no option"),
+        ({"type": "doctor"}, "is a report of the doctor, which has no rates to plan a model by"),
         ({"dtypes": ["int4"]}, "dtypes are float64, float32, bfloat16, float16, got 'int4'"),
         ({"colour": "red"}, "colour is no option"),
         ({"rates": {"products": {}, "memory": 1.0}}, "rates.products must hold a rate"),
@@ -108,9 +113,10 @@ def test_what_is_no_profile(tmp_path: Path) -> None:
     path.write_text("[1]")
     with pytest.raises(InputError, match="must be an object"):
         find_profile(path)
-    path.write_text("{")
-    with pytest.raises(InputError, match="no profile: it can't be read as JSON"):
-        find_profile(path)
+    for text in ("{", "[" * 10**5):
+        path.write_text(text)
+        with pytest.raises(InputError, match="no profile: it can't be read as JSON"):
+            find_profile(path)
 
 
 def test_profiles_need_no_torch() -> None:

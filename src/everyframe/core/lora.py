@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 import os
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -122,7 +122,7 @@ def parse_lora(given: Any) -> Lora:
 
 
 _FIELDS: Mapping[str, Any] = {
-    "file": (str, os.PathLike), "strength": (int, float), "component": str,
+    "file": (str, os.PathLike), "strength": Real, "component": str,
     "sha256": (str, NoneType),
 }  # fmt: skip
 
@@ -137,7 +137,10 @@ def _is_mapping_of_lora(given: Mapping[Any, Any]) -> bool:
 
 def _number(strength: float) -> float:
     """The strength; infinity for a whole number beyond float."""
-    return math.inf if abs(strength) > sys.float_info.max else float(strength)
+    try:
+        return float(strength)
+    except OverflowError:
+        return math.inf
 
 
 def _is_pair(given: Any) -> bool:
@@ -145,7 +148,7 @@ def _is_pair(given: Any) -> bool:
         isinstance(given, (tuple, list))
         and len(given) == 2
         and isinstance(given[0], (str, os.PathLike))
-        and isinstance(given[1], (int, float))
+        and isinstance(given[1], Real)
         and not isinstance(given[1], bool)
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 from everyframe.core.components import parse_components
@@ -32,6 +33,12 @@ def _whole(given: Any) -> Any:
     return str(int(given)) if _is_whole(given) else given
 
 
+def _number(given: Any) -> Any:
+    """Digits of a number, of NumPy's too; of a float all that it takes to read it back."""
+    is_fraction = isinstance(given, Real) and not isinstance(given, Integral)
+    return repr(float(given)).removesuffix(".0") if is_fraction else _whole(given)
+
+
 def _pair(given: Any, between: str) -> Any:
     """Two integers as text, width before height."""
     is_pair = isinstance(given, (tuple, list)) and len(given) == 2 and all(map(_is_whole, given))
@@ -42,8 +49,7 @@ def _join(given: Any) -> Any:
     """Names or numbers, joined by commas."""
     if not isinstance(given, (tuple, list)) or not given:
         return given
-    texts = [_whole(_of_torch(each)) for each in given]
-    texts = [f"{each:g}" if isinstance(each, float) else each for each in texts]
+    texts = [_number(_of_torch(each)) for each in given]
     return ",".join(texts) if all(isinstance(each, str) for each in texts) else given
 
 

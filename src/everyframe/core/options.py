@@ -91,7 +91,7 @@ class Options(BaseModel):
         validate_default=False,
     )
 
-    def __init__(self, **values: Any) -> None:
+    def __init__(self, /, **values: Any) -> None:
         try:
             super().__init__(**values)
         except ValidationError as error:

@@ -8,7 +8,6 @@ Read next: `checks`, `run_probes`, `report`.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,14 +19,14 @@ from everyframe._version import __version__
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import MachineFacts
 from everyframe.core.options import explain
-from everyframe.core.paths import check_path
+from everyframe.core.paths import expand_path
 from everyframe.doctor.checks import FACT_CHECKS, DoctorInput
 from everyframe.doctor.probes import PROBES, Probe
 from everyframe.doctor.reference_tables import look_up, table
 from everyframe.doctor.report import Check, Finding, Report, verdict_line, worst
 from everyframe.doctor.run_probes import devices_to_probe, probe
 from everyframe.hardware.facts import query_machine
-from everyframe.hardware.profiles import find_profile
+from everyframe.hardware.profiles import find_profile, is_report, read_facts
 
 #: Known-issue tags of what every family of ours uses.
 _ALWAYS_USED = ("dtype:float32", "op:conv3d", "component:vae", "attention:sdpa")
@@ -98,7 +97,7 @@ def _select_checks(names: Sequence[str]) -> tuple[str, ...]:
 
 def _patient(profile: str | Path | None, model: str | None) -> DoctorInput:
     if profile is not None:
-        machine, failed = _made_up(profile), None
+        machine, failed = _made_up(profile, model), None
     else:
         asked = query_machine()
         machine, failed = asked.machine, None if asked.ended.is_well else asked.ended
@@ -110,20 +109,19 @@ def _patient(profile: str | Path | None, model: str | None) -> DoctorInput:
     )
 
 
-def _made_up(profile: str | Path) -> MachineFacts:
+def _made_up(profile: str | Path, model: str | None) -> MachineFacts:
     """The machine of a profile, or of the output of another machine's ``doctor --json``."""
-    path = Path(check_path(profile, "the profile"))
-    if path.is_file():
-        try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path} holds no facts: {error}") from error
-        if isinstance(given, dict) and given.get("type") == "doctor":
-            try:
-                return TypeAdapter(MachineFacts).validate_python(given.get("machine"))
-            except ValidationError as error:
-                raise InputError(f"{path}: {explain(error)}") from None
-    return find_profile(profile).machine()
+    path = expand_path(profile, "the profile")
+    given = read_facts(path) if path.is_file() else {}
+    if model is not None or not is_report(given):
+        return find_profile(profile).machine()
+    try:
+        machine = TypeAdapter(MachineFacts).validate_python(given.get("machine"))
+    except ValidationError as error:
+        raise InputError(f"{path}: {explain(error)}") from None
+    if not machine.devices or machine.devices[-1].kind != "cpu":
+        raise InputError(f"{path} is of no machine: devices must end with the CPU")
+    return machine
 
 
 def _dtypes(machine: MachineFacts) -> set[str]:

@@ -129,14 +129,14 @@ def _fits(row: TestedRow, device: DeviceFacts, software: SoftwareFacts) -> bool:
     number = ".".join(map(str, device.capability)) if device.capability else None
     if row.capability is not None and row.capability != number:
         return False
-    versions = {
-        row.driver: software.driver,
-        row.torch: software.packages.get("torch"),
-        row.cuda: software.cuda,
-        row.cublas: software.library("cublas"),
-        row.cudnn: software.library("cudnn"),
-    }
-    return all(asked is None or _is_in(version, asked) for asked, version in versions.items())
+    versions = (
+        (row.driver, software.driver),
+        (row.torch, software.packages.get("torch")),
+        (row.cuda, software.cuda),
+        (row.cublas, software.library("cublas")),
+        (row.cudnn, software.library("cudnn")),
+    )
+    return all(asked is None or _is_in(version, asked) for asked, version in versions)
 
 
 def _is_in(version: str | None, asked: str) -> bool:

@@ -30,18 +30,18 @@ def probe(item: Probe, devices: Sequence[DeviceFacts]) -> Check:
     """Run a probe on each of these devices."""
     targets = list(devices[:1] if item.needs_several else devices)
     found: list[Finding] = []
-    seconds, skipped, details = 0.0, [], []
+    seconds, skipped, details, places = 0.0, [], [], []
     for device in targets:
         ended = run_isolated(call, item.place, device.torch_name, seconds=item.seconds)
         seconds += ended.seconds
         if ended.is_well and ended.value["skipped"]:
             skipped.append(str(ended.value["skipped"]))
             continue
+        places.append(device.torch_name)
         if ended.is_well:
             details.append(f"{device.torch_name}: {json.dumps(ended.value['measured'])}")
         found += _findings(item, device, ended)
-    where = ", ".join(device.torch_name for device in targets)
-    message = f"not run: {skipped[0]}" if skipped else f"{item.title}, on {where}"
+    message = f"{item.title}, on {', '.join(places)}" if places else f"not run: {skipped[0]}"
     return Check.of(item.name, message, found, details, seconds)
 
 

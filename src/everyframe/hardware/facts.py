@@ -60,10 +60,10 @@ def pick_device(facts: MachineFacts, asked: str = "auto") -> DeviceFacts:
     if wanted == "auto":
         return facts.devices[0]
     for device in facts.devices:
-        if wanted in (device.torch_name, device.kind):
+        # torch numbers a lone device too: tensors of an Apple GPU are on mps:0.
+        numbered = f"{device.kind}:{device.index or 0}"
+        if wanted in (device.kind, numbered):
             return device
-    if wanted == "cpu:0":
-        return facts.cpu
     raise InputError(
         f"device {asked!r} {_why_not(wanted, facts.devices)}; "
         f"give auto or one that this machine has: {_join_devices(facts.devices)}"

@@ -13,16 +13,20 @@ import re
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
 from everyframe.core.errors import InputError, did_you_mean
 from everyframe.core.facts import ALL_DTYPES, DeviceFacts, MachineFacts, SoftwareFacts, Throughput
 from everyframe.core.options import Options
-from everyframe.core.paths import check_path
+from everyframe.core.paths import expand_path
 
 _KINDS = ("cpu", "cuda", "mps", "xpu")
+
+#: Bytes that a machine can have; no larger number is one of a machine.
+_MOST_BYTES = 1 << 62
+_Bytes = Annotated[int, Field(gt=0, le=_MOST_BYTES)]
 
 
 class ProfileRates(Options):
@@ -69,16 +73,16 @@ class Profile(Options):
 
     name: str
     kind: str
-    count: int = Field(default=1, gt=0)
-    memory: int = Field(gt=0)
-    free_memory: int | None = Field(default=None, gt=0)
-    host_memory: int = Field(default=32 * 10**9, gt=0)
+    count: int = Field(default=1, gt=0, le=256)
+    memory: _Bytes
+    free_memory: _Bytes | None = None
+    host_memory: _Bytes = 32 * 10**9
     num_cores: int = Field(default=8, gt=0)
     capability: tuple[int, int] | None = None
     has_fast_bf16: bool = False
     has_fast_fp16: bool = False
     dtypes: tuple[str, ...] = ALL_DTYPES
-    max_array_bytes: int | None = Field(default=None, gt=0)
+    max_array_bytes: _Bytes | None = None
     rates: ProfileRates
     software: ProfileSoftware | None = None
     sources: tuple[str, ...] = ()
@@ -136,23 +140,42 @@ def find_profile(name: str | Path) -> Profile:
     shipped = {**_load_shipped("profiles.json"), **_load_shipped("machines.json")}
     if str(name) in shipped:
         return _parse_profile(shipped[str(name)], f"profile {name}")
-    path = Path(check_path(name, "the profile"))
+    path = expand_path(name, "the profile")
     if not path.is_file():
         raise InputError(
             f"there is no profile and no file {str(name)!r}{did_you_mean(str(name), shipped)}; "
             f"profiles: {', '.join(shipped)}"
         )
+    return _parse_profile(read_facts(path), str(path))
+
+
+def read_facts(path: Path) -> Any:
+    """The JSON of a file of facts: a profile, or a report of the doctor.
+
+    Raises:
+        InputError: the file can't be read as JSON.
+    """
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        names = ", ".join((*profile_names(), *machine_names()))
         raise InputError(
             f"{path} is no profile: it can't be read as JSON ({error}); give a file of facts or "
-            f"one of {', '.join(shipped)}"
+            f"one of {names}"
         ) from error
-    return _parse_profile(given, str(path))
+
+
+def is_report(facts: Any) -> bool:
+    """Whether a file of facts is the output of ``everyframe doctor --json``."""
+    return isinstance(facts, dict) and facts.get("type") == "doctor"
 
 
 def _parse_profile(given: Any, source: str) -> Profile:
+    if is_report(given):
+        raise InputError(
+            f"{source} is a report of the doctor, which has no rates to plan a model by; "
+            "`everyframe doctor --as` reads it, without --model"
+        )
     if not isinstance(given, dict):
         raise InputError(f"{source} is no profile: it must be an object of facts")
     try:
@@ -175,7 +198,7 @@ def _fill_in(given: dict[str, Any]) -> dict[str, Any]:
         return given
     devices = _load_shipped("profiles.json")
     like = given["like"]
-    if like not in devices:
+    if not isinstance(like, str) or like not in devices:
         raise InputError(
             f"like must be a device of {', '.join(devices)}, got {like!r}"
             f"{did_you_mean(str(like), devices)}"

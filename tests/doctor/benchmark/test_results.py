@@ -67,12 +67,30 @@ def test_a_file_reads_as_it_was_written(tmp_path: Path) -> None:
         ('{"type": "bench", "schema": 2}', "is of schema 2 and this version reads 1"),
         ('{"type": "bench", "schema": 1, "everyframe": 3}', "everyframe must be text"),
         ("[" * 10**5, "can't be read as JSON"),
+        ("[1]" * 10**6, "a.json is too large for a result of everyframe bench"),
     ],
 )
 def test_another_file_is_wrong_input(text: str, says: str, tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text(text)
     with pytest.raises(InputError, match=says):
         read_result(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"peaks": [{"name": "copy", "kind": "copy", "rate": 0, "size": 1}]}, "peaks.rate"),
+        ({"blocks": [{**BLOCK, "seconds": 0.0}]}, "blocks.seconds"),
+        ({"video": {**VIDEO, "warm_seconds": -1.0}}, "video.warm_seconds"),
+    ],
+)
+def test_a_measurement_that_nothing_can_be_compared_with_is_wrong_input(
+    changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.json"
+    path.write_text(json.dumps({**result().to_json(), **changes}))
+    with pytest.raises(InputError, match=f"{says} must be more than 0"):
+        read_result(path)
 
 
 def test_ratios_above_one_are_for_the_second_machine(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def _measurements(result: BenchResult) -> Iterator[tuple[str, _Measured]]:
         name = f"{each.work}, {each.precision}"
         yield f"{name}: a step", _Measured("s", each.seconds, False)
         yield f"{name}: a step, plain torch", _Measured("s", each.plain_seconds, False)
-        if each.peak_bytes is not None:
+        if each.peak_bytes:
             yield f"{name}: memory", _Measured("B", each.peak_bytes, False)
     if result.video is not None:
         name = f"{result.video.work}, {result.video.precision}"

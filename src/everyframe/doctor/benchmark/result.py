@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -36,12 +36,15 @@ class BenchedMachine(_Data):
     versions: dict[str, str]
 
 
+_Positive = Annotated[float, Field(gt=0)]
+
+
 class PeakResult(_Data):
     """One peak: ``float32`` and so on in operations a second, a copy in bytes a second."""
 
     name: str
     kind: Literal["product", "copy"]
-    rate: float
+    rate: _Positive
     size: int
 
 
@@ -72,8 +75,8 @@ class BlockResult(_Data):
     work: str
     precision: str
     paths: tuple[str, ...] = ()
-    seconds: float
-    plain_seconds: float
+    seconds: _Positive
+    plain_seconds: _Positive
     operations: float
     peak_bytes: int | None = None
     forecast_bytes: int
@@ -95,10 +98,10 @@ class VideoResult(_Data):
     work: str
     precision: str
     import_seconds: float
-    first_frame_seconds: float
-    seconds: float
-    warm_seconds: float
-    steps_per_second: float
+    first_frame_seconds: _Positive
+    seconds: _Positive
+    warm_seconds: _Positive
+    steps_per_second: _Positive
 
 
 class BenchResult(_Data):
@@ -139,11 +142,12 @@ def read_result(given: str | Path) -> BenchResult:
     """
     path = Path(check_path(given, "the result"))
     try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise InputError(f"{path} is too large for a result of everyframe bench")
-        data = json.loads(path.read_text(encoding="utf-8"))
+        is_too_large = path.stat().st_size > _MOST_BYTES
+        data = None if is_too_large else json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} can't be read as JSON: {error}") from None
+    if is_too_large:
+        raise InputError(f"{path} is too large for a result of everyframe bench")
     if not isinstance(data, dict) or data.get("type") != "bench":
         raise InputError(f"{path} is no result of everyframe bench")
     if data.get("schema") != SCHEMA:
