@@ -129,7 +129,7 @@ KINDS = (
                _in_cache("native"), _folder_entries),
     StoredKind("repairs", "precision that runs had to raise", "the next run finds it again",
                _in_cache("repairs"), _folder_entries),
-    StoredKind("colors", "colours of latents, for previews", "a run of the model fits them again",
+    StoredKind("colors", "colours of latents, for previews", "a run fits them again",
                _in_cache("latent_colors"), _folder_entries),
     StoredKind("plans", "dry runs, rates and digests", "the next plan takes seconds longer",
                cache_folder, _plans),
