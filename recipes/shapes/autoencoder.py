@@ -106,7 +106,7 @@ def task(num_steps: int = 8000, batch: int = 128, device: str = "cpu") -> Task:
 
     held = [frames(form, 128, np.random.default_rng(1))[0] for form in FORMATS]
     empty = [empty_frames(form.side, device) for form in FORMATS]
-    counts = (batch, batch // 4)
+    counts = world.batch_sizes(batch)
 
     def draw(step: int) -> tuple[Tensor, ...]:
         rng = np.random.default_rng([2, step])

@@ -223,7 +223,7 @@ def task(work: Path, num_steps: int = 12_000, batch: int = 768, device: str = "c
 
     `batch` small clips a step, and a quarter as many large ones, which are twice as many tokens.
     """
-    vae, counts = trained_vae(work, device), (batch, batch // 4)
+    vae, counts = trained_vae(work, device), world.batch_sizes(batch)
     modules = build().to(device)
     denoiser: Any = modules["denoiser"]
     taught = nn.ModuleDict({"text": modules["text"]})

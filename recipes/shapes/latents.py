@@ -5,6 +5,7 @@ The autoencoder's own training is in `autoencoder` and `temporal`. Read next: `d
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from everyframe.checkpoints.shapes_prompts import Scene
 from everyframe.families.opensora.vae import VideoVAE
 from recipes.shapes import autoencoder, temporal, world
+from recipes.shapes.loop import save
 from recipes.shapes.world import LARGE, SMALL, Format
 
 #: Clips that are drawn of each format; most serve backwards as well.
@@ -104,10 +106,10 @@ def backwards(scenes: list[Scene]) -> list[tuple[int, Scene]]:
 
 def cached_latents(work: Path, vae: VideoVAE, form: Format, count: int | None = None) -> Latents:
     """`count` training clips encoded in both directions, on the autoencoder's device; read from
-    the folder if cached there."""
-    file = work / f"latents_{form.side}.pt"
+    the folder if this encoder's are cached there."""
+    count = NUM_CACHED[form] if count is None else count
+    file = work / f"latents_{form.side}_{count}_{_encoder_digest(vae)}.pt"
     if not file.exists():
-        count = NUM_CACHED[form] if count is None else count
         rng, known = np.random.default_rng([21, form.side]), world.train_scenes()
         odds = np.array([DRAWN.get(scene.motion, 1.0) for scene in known])
         chosen = [known[i] for i in rng.choice(len(known), size=count, p=odds / odds.sum())]
@@ -122,6 +124,16 @@ def cached_latents(work: Path, vae: VideoVAE, form: Format, count: int | None = 
             "first": torch.cat([part.first for part in parts]),
             "scenes": [list(astuple(scene)) for part in parts for scene in part.scenes],
         }
-        torch.save(kept, file)
+        save(kept, file)
     kept = torch.load(file, weights_only=True, map_location=vae.shift.device)
     return Latents(kept["clips"], kept["first"], [Scene(*words) for words in kept["scenes"]])
+
+
+def _encoder_digest(vae: VideoVAE) -> str:
+    """Digest of the weights that decide what a clip's latents are: all but the decoders'."""
+    digest = hashlib.sha256(str(vae.config.spatial.scaling_factor).encode())
+    for name, value in sorted(vae.state_dict().items()):
+        if "decoder" not in name and "post_quant_conv" not in name:
+            digest.update(f"{name} {tuple(value.shape)}".encode())
+            digest.update(value.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -126,7 +126,7 @@ def train(
             say(f"step {step} validation: " + " ".join(f"{k} {v:.4f}" for k, v in measured.items()))
             if measured["score"] >= best:
                 best = measured["score"]
-                _save({"modules": average, "step": step, "measured": measured}, folder / "best.pt")
+                save({"modules": average, "step": step, "measured": measured}, folder / "best.pt")
             state = {
                 "modules": task.modules.state_dict(),
                 "optimizers": [optimizer.state_dict() for optimizer in optimizers],
@@ -135,7 +135,7 @@ def train(
                 "best": best,
                 "seconds": time.monotonic() - begun,
             }
-            _save(state, state_file)
+            save(state, state_file)
     return folder / "best.pt"
 
 
@@ -232,7 +232,8 @@ def _validated(task: Task, average: dict[str, Tensor]) -> dict[str, float]:
     return measured
 
 
-def _save(what: dict[str, Any], path: Path) -> None:
+def save(what: dict[str, Any], path: Path) -> None:
+    """Write tensors to a file that appears whole or not at all."""
     unfinished = path.with_suffix(".part")
     torch.save(what, unfinished)
     os.replace(unfinished, path)

@@ -76,7 +76,7 @@ def task(work: Path, num_steps: int = 4000, batch: int = 56, device: str = "cpu"
     vae.requires_grad_(False)
     for part in (spatial.decoder, spatial.post_quant_conv):
         part.requires_grad_(True)
-    counts = (batch, batch // 16)
+    counts = world.batch_sizes(batch, 16)
     coded = {form: Coded.of(vae, form, NUM_CODED[form], seed=45) for form in FORMATS}
     held = {form: Coded.of(vae, form, NUM_HELD, seed=43) for form in FORMATS}
 

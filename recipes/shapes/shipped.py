@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import torch
-
 from everyframe.checkpoints.folder import package_folder, read_json
 from everyframe.checkpoints.strict_load import load_strictly
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.families.opensora.checkpoint import VIDEO_VAE_KEYS
 from everyframe.families.opensora.vae import VideoVAE
 from everyframe.families.opensora.vae_config import VideoVAEConfig
+from recipes.shapes.loop import save
 
 FOLDER = package_folder("checkpoints/shapes")
 
@@ -34,4 +33,4 @@ def unpack(work: Path) -> None:
     scaling = {"scaling_factor": vae.config.spatial.scaling_factor}
     (folder / "scaling.json").write_text(json.dumps(scaling))
     modules = {f"vae.{name}": value for name, value in vae.state_dict().items()}
-    torch.save({"modules": modules, "step": 0, "measured": {}}, folder / "best.pt")
+    save({"modules": modules, "step": 0, "measured": {}}, folder / "best.pt")

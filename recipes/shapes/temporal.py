@@ -91,7 +91,7 @@ def task(work: Path, num_steps: int = 6000, batch: int = 32, device: str = "cpu"
     load_best(spatial, work / "autoencoder")
     vae = build().to(device)
     vae.spatial_vae.module.load_state_dict(spatial["spatial"].state_dict())
-    counts, scenes = (batch, batch // 4), world.train_scenes()
+    counts, scenes = world.batch_sizes(batch), world.train_scenes()
 
     def pieces(form: Format, count: int, rng: np.random.Generator) -> tuple[Tensor, Tensor]:
         clips, times = random_pieces(world.random_scenes(scenes, count, rng), form, rng)

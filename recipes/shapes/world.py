@@ -49,6 +49,13 @@ class Format:
 
 SMALL, LARGE = Format(64, 17), Format(128, 34)
 FORMATS = (SMALL, LARGE)
+
+
+def batch_sizes(batch: int, share: int = 4) -> tuple[int, int]:
+    """Clips of each of `FORMATS` in a step: `batch` small ones, a large one for each `share`."""
+    return batch, max(1, batch // share)
+
+
 UNIT = 64  # pixels of a side that places and sizes refer to, whatever size is drawn
 FPS = 12
 

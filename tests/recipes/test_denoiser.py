@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
-from recipes.shapes import denoiser, latents, text, world
+from recipes.shapes import denoiser, latents, temporal, text, world
 from recipes.shapes.world import FORMATS, LARGE, SMALL, Format
 
 from everyframe.samplers import rectified_flow
@@ -97,3 +99,34 @@ def test_texts_are_those_of_the_product_and_some_are_left_out() -> None:
     answers = [denoiser.velocity(modules, x, s, SMALL, each, None) for each in (context, theirs)]
     # Sums in another order: some millionths of values of about ten.
     assert (answers[0] - answers[1]).abs().max() < 1e-4
+
+
+def test_latents_are_cached_for_the_autoencoder_that_made_them(tmp_path: Path) -> None:
+    """Those of an autoencoder that was trained on since are other ones."""
+    torch.manual_seed(0)
+    vaes = [temporal.build().eval() for _ in range(2)]
+    first, other = (latents.cached_latents(tmp_path, vae, SMALL, 2) for vae in vaes)
+    assert not torch.equal(first.clips, other.clips)
+    again = latents.cached_latents(tmp_path, vaes[0], SMALL, 2)
+    assert torch.equal(again.clips, first.clips)
+    assert again.scenes == first.scenes
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == 2
+    vaes[0].spatial_vae.module.decoder.conv_in.weight.data.zero_()  # polished
+    latents.cached_latents(tmp_path, vaes[0], SMALL, 2)
+    assert sorted(tmp_path.iterdir()) == files
+
+
+def test_latents_that_were_half_written_are_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(kept: object, file: Path) -> None:
+        Path(file).write_bytes(b"PK")
+        raise KeyboardInterrupt
+
+    vae = temporal.build().eval()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "save", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            latents.cached_latents(tmp_path, vae, SMALL, 2)
+    assert len(latents.cached_latents(tmp_path, vae, SMALL, 2).scenes) >= 2

@@ -100,3 +100,11 @@ def test_one_tenth_is_held_out_and_stays_so() -> None:
     # The split is by a hash of words: these two lines hold it across machines and versions.
     assert world.held_out(held[0])
     assert held[0] == Scene("circle", "red", "grey", "down")
+
+
+@pytest.mark.parametrize(("batch", "share"), [(1, 4), (3, 4), (8, 16)])
+def test_a_small_batch_has_a_large_clip_too(batch: int, share: int) -> None:
+    """A batch of none ended in an index error, as the README's "a batch that suits it" did."""
+    assert world.batch_sizes(batch, share) == (batch, 1)
+    assert world.batch_sizes(128) == (128, 32)
+    assert world.batch_sizes(56, 16) == (56, 3)
