@@ -50,7 +50,7 @@ def test_every_kind_is_listed(disk: Path, capsys: pytest.CaptureFixture[str]) ->
     assert listed("models") == ["hpcai-tech/OpenSora-STDiT-v3", "somebody/else"]
     assert listed("certificates") == ["d"]
     assert listed("compiled") == ["k"]
-    assert listed("previews") == ["v.json"]
+    assert listed("colors") == ["d.json"]
     assert main(["cache", "list"]) == 0
     assert main(["cache", "list", "models"]) == 0
     out = capsys.readouterr().out
