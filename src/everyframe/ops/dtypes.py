@@ -11,6 +11,9 @@ from torch import Tensor
 
 from everyframe.ops.device import device_type
 
+#: Apple's GPUs, Ascend's NPUs, and Intel's GPUs but for those of data centres.
+_WITHOUT_FLOAT64 = ("mps", "npu", "xpu")
+
 
 def float32_or_wider(dtype: torch.dtype) -> torch.dtype:
     """float64 for float64, float32 for everything narrower and for integers."""
@@ -23,5 +26,5 @@ def upcast_to_float32(x: Tensor) -> Tensor:
 
 
 def upcast_to_widest(x: Tensor) -> Tensor:
-    """`x` in float64, or in float32 on a device that lacks it (Apple's GPUs)."""
-    return x.float() if device_type(x) == "mps" else x.double()
+    """`x` in float64, or in float32 on a device that may lack it."""
+    return x.float() if device_type(x) in _WITHOUT_FLOAT64 else x.double()
