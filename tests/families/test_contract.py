@@ -177,6 +177,34 @@ def test_a_run_equals_its_reference(family: str, number: int, tiny_models: Model
     assert wanted.std() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        pytest.param("opensora-1.2", {"image": tiny_families.PICTURE, "num_frames": 21}, id="1.2"),
+        pytest.param("opensora2", {}, id="2.0"),
+        pytest.param(
+            "opensora2",
+            {"image": None, "first_frame": "flux", "first_frame_resolution": "video"},
+            id="first picture",
+        ),
+        pytest.param("svd", {}, id="svd"),
+        pytest.param("inpaint", {}, id="inpaint"),
+    ],
+)
+def test_a_default_dtype_of_the_caller_changes_no_frame(
+    family: str, options: dict[str, Any], tiny_models: Models
+) -> None:
+    """Scripts set it; and a thread that loads a model by transformers, for all others."""
+    request = Request(**options_of(tiny_models, family, **options))
+    wanted = frames_of(list(everyframe.stream(request)))
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        got = frames_of(list(everyframe.stream(request)))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert np.array_equal(got, wanted)
+
+
 @every_family
 def test_a_resumed_run_equals_an_unbroken_one(
     family: str, runs: Runs, tiny_models: Models, tmp_path: Path

@@ -77,7 +77,7 @@ def sample(
         if known is not None:
             kept = known.latents
             if index < num_steps - 1:
-                following = torch.tensor([timesteps[index + 1]])
+                following = timesteps[index + 1 : index + 2]
                 kept = scheduler.add_noise(kept, known.noise, following)
             x = (1 - known.mask) * kept + known.mask * x
         yield Step(index, num_steps, t.expand(x.shape[0]), x, _memory(scheduler), clean=clean)

@@ -167,7 +167,8 @@ class ConditioningStage(VideoEncodeStage[OpenSoraContext, ConditioningPixels]):
     ) -> ConditioningLatents:
         """Latents and mask of a clip, on the host."""
         shape = self.context.latent_shape()
-        latents, mask = torch.zeros((1, *shape)), torch.ones((1, shape[1]))
+        latents = torch.zeros((1, *shape), dtype=torch.float32)
+        mask = torch.ones((1, shape[1]), dtype=torch.float32)
         if inputs.first is not None:
             first = encode_video(module, inputs.first, settings)
             latents[:, :, : first.shape[2]] = first

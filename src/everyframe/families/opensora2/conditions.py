@@ -26,7 +26,7 @@ class GivenLatents:
 
     def condition(self, shape: Sequence[int]) -> Tensor:
         """Mask, then masked latents, (1, 1 + C, T, h, w), for latents of shape (C, T, h, w)."""
-        made = torch.zeros((1, 1 + shape[0], *shape[1:]))
+        made = torch.zeros((1, 1 + shape[0], *shape[1:]), dtype=torch.float32)
         for here, latents in self._places(shape[1]):
             made[:, :1, here] = 1
             made[:, 1:, here] = latents

@@ -23,7 +23,7 @@ from everyframe.families.opensora2.stages import OpenSora2Context, SamplerInputs
 from everyframe.media.pixels import fit_image, to_uint8
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.stages.denoise_stage import VideoDenoiseStage
-from everyframe.runtime.stages.frame_pieces import as_frames
+from everyframe.runtime.stages.frame_pieces import as_floats, as_frames
 from everyframe.runtime.stages.templates import VideoEncodeStage
 from everyframe.samplers import flow_matching, noise
 from everyframe.samplers.base import Step as SamplerStep
@@ -112,4 +112,4 @@ class FirstDecodeStage(VideoEncodeStage[OpenSora2Context, Tensor]):
         """Set the video's `last_frames` to the picture in 8 bits, and reset its start noise."""
         size = self.context.settings.conditioned_size
         picture = fit_image(to_uint8(result.numpy()), *size, "cover")
-        video.last_frames, video.latents = torch.from_numpy(picture) / 255, None
+        video.last_frames, video.latents = as_floats(picture), None
