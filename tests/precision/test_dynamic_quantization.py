@@ -40,6 +40,15 @@ def test_weights_are_stored_in_eight_bits(kind: str, limit: float) -> None:
         everyframe.quantize(model, kind)
 
 
+def test_a_layer_is_tried_on_its_own_device() -> None:
+    """As after ``torch.set_default_device("cuda")``: the numbers are drawn on the host."""
+    layer = torch.nn.Linear(16, 8).requires_grad_(False)
+    with torch.device("meta"):
+        why_not = dynamic_quantization._why_not(layer, lambda *_: None, None)
+    # The same layer is as fast as itself, but for the noise of five rounds.
+    assert why_not is None or "no faster" in why_not
+
+
 def test_half_precision_stays_half_precision() -> None:
     model = everyframe.quantize(made().to(torch.bfloat16))
     x, text = inputs()

@@ -78,8 +78,9 @@ def _torchao(kind: str) -> tuple[Any, Any]:
 def _why_not(layer: nn.Linear, quantize_: Any, config: Any) -> str | None:
     """Why a layer of that size is better left; None if quantizing it is right and faster."""
     weight = layer.weight
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(_ROWS, layer.in_features, generator=generator).to(weight.device, weight.dtype)
+    generator = torch.Generator("cpu").manual_seed(0)
+    x = torch.randn(_ROWS, layer.in_features, generator=generator, device="cpu")
+    x = x.to(weight.device, weight.dtype)
     narrow = copy.deepcopy(layer)
     try:
         quantize_(narrow, config)

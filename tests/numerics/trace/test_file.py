@@ -39,6 +39,14 @@ def test_what_was_written_is_read(trace: Trace, tmp_path: Path) -> None:
     assert {tensor.dtype for tensor in back.full.values()} == {torch.bfloat16}
 
 
+def test_a_default_device_of_the_caller_is_not_written_from(trace: Trace, tmp_path: Path) -> None:
+    """As after ``torch.set_default_device("cuda")``; its tables are of the host."""
+    with torch.device("meta"):
+        file.write(trace, tmp_path / "a.trace")
+        back = file.read(tmp_path / "a.trace")
+    assert (back.calls, back.seen) == (trace.calls, trace.seen)
+
+
 def test_it_is_small(trace: Trace, tmp_path: Path) -> None:
     file.write(replace(trace, full={}), tmp_path / "a.trace")
     assert (tmp_path / "a.trace").stat().st_size < 100 * len(trace.seen)

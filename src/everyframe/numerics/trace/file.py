@@ -65,8 +65,8 @@ def write(trace: Trace, path: str | os.PathLike[str]) -> None:
         for each in trace.seen
     ]  # fmt: skip
     tables = {
-        "calls": torch.tensor(calls, dtype=torch.int32).reshape(-1, 4),
-        "seen": torch.tensor(seen, dtype=torch.int32).reshape(-1, 6),
+        "calls": torch.tensor(calls, dtype=torch.int32, device="cpu").reshape(-1, 4),
+        "seen": torch.tensor(seen, dtype=torch.int32, device="cpu").reshape(-1, 6),
         "numbers": torch.from_numpy(trace.numbers),
     }
     header = _Header(
