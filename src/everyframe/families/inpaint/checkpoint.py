@@ -20,6 +20,7 @@ from everyframe.checkpoints.model_zoo import controlnet_part, controlnets
 from everyframe.checkpoints.refuse_pickles import refuse_pickled
 from everyframe.core.errors import CheckpointError, InputError, did_you_mean
 from everyframe.core.paths import expand_path, split_paths
+from everyframe.families.clip_encoder import text_model_keys
 from everyframe.families.inpaint.components import controlnet_name
 from everyframe.families.inpaint.config import INPAINTING_CHANNELS, PLAIN_CHANNELS, released
 from everyframe.runtime.components.component_files import (
@@ -194,9 +195,6 @@ def _controlnet(name: str) -> ComponentSource:
 
 VAE_KEYS = KeyMap(rename=OLD_VAE_ATTENTION)
 
-#: transformers before 4.31 stored the position ids 0, 1, 2 …
-_POSITIONS = (r"(text_model\.)?embeddings\.position_ids",)
-
 
 def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
     """Key map from a component's checkpoint names to module names.
@@ -204,11 +202,5 @@ def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
     `text_names` are the parameter names of the text encoder as built here.
     """
     if component == "text_encoder":
-        return text_keys(any(name.startswith("text_model.") for name in text_names))
+        return text_model_keys(text_names)
     return VAE_KEYS if component == "vae" else KeyMap()
-
-
-def text_keys(has_prefix: bool) -> KeyMap:
-    """Key map of CLIP's text model: transformers 5 drops the prefix that older files have."""
-    rename = (r"^(?!text_model\.)", "text_model.") if has_prefix else (r"^text_model\.", "")
-    return KeyMap(rename=(rename,), ignore=_POSITIONS)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from everyframe.checkpoints.folder import without_notes
 from everyframe.core.errors import CheckpointError
+from everyframe.families.clip_encoder import build_text_model
 from everyframe.families.inpaint.config import InpaintConfig
 from everyframe.precision.policy import ComponentNeeds
 from everyframe.runtime.model_spec import ModuleBuilder
@@ -59,16 +60,7 @@ class InpaintBuilder(ModuleBuilder[InpaintConfig]):
         return tuple(name for name in names if _WIDE.fullmatch(name))
 
     def text_encoder(self) -> nn.Module:
-        import torch
-        from transformers import CLIPTextConfig, CLIPTextModel
-
-        model: Any = CLIPTextModel(CLIPTextConfig(**without_notes(self.config.text_encoder)))
-        # A table that no checkpoint holds: not built on meta.
-        embeddings = getattr(model, "text_model", model).embeddings
-        positions = torch.arange(self.config.num_tokens, device="cpu")[None]
-        embeddings.register_buffer("position_ids", positions, persistent=False)
-        made: nn.Module = model
-        return made
+        return build_text_model(without_notes(self.config.text_encoder))
 
     def vae(self) -> nn.Module:
         from diffusers import AutoencoderKL

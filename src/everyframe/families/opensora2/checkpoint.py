@@ -19,6 +19,7 @@ from everyframe.checkpoints.locate import Location, PartLocation, find_part
 from everyframe.checkpoints.model_zoo import HubPart, known_models, shared_part
 from everyframe.core.errors import CheckpointError, InputError
 from everyframe.core.paths import expand_path
+from everyframe.families.clip_encoder import text_model_keys
 from everyframe.families.opensora2.first_picture_keys import FLUX_KEYS, FLUX_VAE_KEYS
 from everyframe.families.opensora2.options import OpenSora2Options
 from everyframe.families.opensora_parts import (
@@ -44,18 +45,10 @@ FLUX, FLUX_VAE = "flux1-dev.safetensors", "flux1-dev-ae.safetensors"
 _FLUX_FOLDERS = {"first_denoiser": "transformer", "first_vae": "vae"}
 _FLUX_CLASS = "FluxTransformer2DModel"
 
-#: The text half of CLIP's file; transformers' newer module has its names without the prefix.
+#: What CLIP's file holds beside the text model.
 _CLIP_IGNORED = (
     r"vision_model\..*", r"visual_projection\..*", r"text_projection\..*", r"logit_scale",
-    r"(text_model\.)?embeddings\.position_ids",
 )  # fmt: skip
-
-
-def clip_keys(text_names: Iterable[str]) -> KeyMap:
-    """Key map from CLIP's file to the text model with these parameter names."""
-    has_prefix = any(name.startswith("text_model.") for name in text_names)
-    rename = (r"^(?!text_model\.)", "text_model.") if has_prefix else (r"^text_model\.", "")
-    return KeyMap(rename=(rename,), ignore=_CLIP_IGNORED)
 
 
 def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
@@ -63,7 +56,7 @@ def keys_of(component: str, text_names: Iterable[str]) -> KeyMap:
     if component == "text_encoder":
         return T5_KEYS
     if component == "clip":
-        return clip_keys(text_names)
+        return text_model_keys(text_names, _CLIP_IGNORED)
     return {"first_denoiser": FLUX_KEYS, "first_vae": FLUX_VAE_KEYS}.get(component, KeyMap())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from everyframe.families.clip_encoder import build_text_model
 from everyframe.families.opensora2.config import MMDiTConfig, OpenSora2Config
 from everyframe.families.t5_tokenizer import T5_ISLANDS, T5_RANGE_ISLANDS
 from everyframe.parallel.token_partition import TokenPartition
@@ -39,9 +40,7 @@ class OpenSora2Builder(ModuleBuilder[OpenSora2Config]):
         return build_encoder(self.config.text)
 
     def clip(self) -> nn.Module:
-        from everyframe.families.opensora2.prompts import build_clip
-
-        return build_clip(self.config.clip)
+        return build_text_model(self.config.clip)
 
     def denoiser(self) -> nn.Module:
         from everyframe.families.opensora2.mmdit import MMDiT

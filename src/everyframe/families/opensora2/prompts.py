@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,16 +92,3 @@ def clip_tokens(folder: Path, settings: Settings) -> tuple[list[TokenIds], list[
                 "T5 does"
             )
     return tokens, notes
-
-
-def build_clip(config: Any) -> torch.nn.Module:
-    """Build an untrained CLIP text model of these sizes; its output has `pooler_output`."""
-    from transformers import CLIPTextConfig, CLIPTextModel
-
-    model: Any = CLIPTextModel(CLIPTextConfig(**config))
-    # A table that no checkpoint holds: not built on meta.
-    embeddings = getattr(model, "text_model", model).embeddings
-    positions = torch.arange(config["max_position_embeddings"], device="cpu")[None]
-    embeddings.register_buffer("position_ids", positions, persistent=False)
-    made: torch.nn.Module = model
-    return made
