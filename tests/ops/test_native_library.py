@@ -159,6 +159,15 @@ def test_a_compiler_that_fails_is_named(folder: Path, tmp_path: Path) -> None:
     assert not [*folder.iterdir()]
 
 
+def test_what_a_killed_process_has_left_is_removed(folder: Path) -> None:
+    (old := folder / "making-old").mkdir(parents=True)
+    (new := folder / "making-new").mkdir()
+    (old / "0.so.o").touch()
+    os.utime(old, (0, 0))
+    library._remove_abandoned(folder)
+    assert [*folder.iterdir()] == [new], "which another process may be making"
+
+
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86")
 @pytest.mark.parametrize("processor", ["x86-64", "haswell", "skylake-avx512"])
 def test_no_vector_is_wider_than_a_register(processor: str, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +16,13 @@ from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.plan import Precision
 from everyframe.fast_paths import certificates
 from everyframe.fast_paths.benchmark import Comparison, relative_error, run_comparisons
+from everyframe.fast_paths.certification import certify as certifying
 from everyframe.fast_paths.certification import trials
 from everyframe.fast_paths.certification.attention_trial import _operands
 from everyframe.fast_paths.certification.certify import CertifyResult, certify
 from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.registry import CATALOGUE
+from everyframe.hardware.isolation import ProcessResult
 from everyframe.ops.native import library
 from helpers import fake_fast_paths
 
@@ -124,6 +127,51 @@ def test_no_path_is_refused_for_memory_that_others_had(
     assert "out_of_memory" not in certificates.find("device", "plan")
 
 
+@pytest.fixture
+def patience(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Trials run in this process; the seconds that others would have had."""
+    given: list[float] = []
+
+    def run_here(run: Any, orders: trials.TrialRequest, *, seconds: float) -> ProcessResult:
+        given.append(seconds)
+        run(orders)
+        return ProcessResult()
+
+    monkeypatch.setenv("EVERYFRAME_CACHE", str(tmp_path))
+    monkeypatch.setattr(certifying, "run_isolated", run_here)
+    return given
+
+
+def test_time_begins_when_the_kernels_are_compiled(
+    patience: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first process on a machine compiles them for longer than a trial may take."""
+    clock = [0.0]
+    monkeypatch.setattr(library, "load", lambda: clock.append(clock.pop() + library.PATIENCE))
+    monkeypatch.setattr(trials.time, "monotonic", lambda: clock[0])
+    path, other = fake_fast_paths.planted("right"), fake_fast_paths.planted("right")
+    for each in (replace(path, needs_c=True), replace(path, group="precision"), other):
+        (certificate,) = certify(SUBJECT, [each], PATIENCE / 2).certificates
+        assert certificate.verdict == "certified"
+    assert patience == [patience[2] + library.PATIENCE] * 2 + [patience[2]]
+    assert clock == [2 * library.PATIENCE], "it is not needed for the last one"
+
+
+def test_no_path_is_refused_for_a_compiler_that_fails(
+    patience: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its modules would be found no faster than plain ones, as they are plain ones then."""
+
+    def fail() -> None:
+        raise library.NoLibraryError("no headers")
+
+    monkeypatch.setattr(library, "load", fail)
+    paths = [replace(fake_fast_paths.planted("slow"), needs_c=True)]
+    made = certify(SUBJECT, [*paths, fake_fast_paths.planted("right")], PATIENCE)
+    assert [each.what for each in made.certificates] == ["right"], "what needs none is tried"
+    assert made.untried == {"slow": "no headers"}
+
+
 @pytest.mark.parametrize(
     ("gigabytes", "tokens"),
     [(80, 9216), (8, 9216), (8, 118_800)],
@@ -197,18 +245,21 @@ def test_a_precision_is_tried_by_its_convolutions(monkeypatch: pytest.MonkeyPatc
     assert outcome.error > 0.3
 
 
+def large_convolution(*sides: int) -> OpShape:
+    """One that Winograd's algorithm repays in."""
+    ones = (1,) * len(sides)
+    shapes = ((2, 64, *sides), (32, 64, *(3 for _ in sides)))
+    options = (ones, ones, ones, False, (0,) * len(ones), 1)
+    return OpShape("convolution", "bfloat16", shapes, options)
+
+
 @pytest.mark.skipif(bool(missing := library.why_not()), reason=str(missing))
 @pytest.mark.parametrize("sides", [(24, 20), (3, 24, 20)])
 def test_a_convolution_is_tried_as_a_run_computes_it(
     monkeypatch: pytest.MonkeyPatch, sides: tuple[int, ...]
 ) -> None:
     """Both dtypes by Winograd's algorithm if that is faster; torch's own is tried nonetheless."""
-    ones = (1,) * len(sides)
-    shapes = ((2, 64, *sides), (32, 64, *(3 for _ in sides)))
-    product = OpShape(
-        "convolution", "bfloat16", shapes, (ones, ones, ones, False, (0,) * len(ones), 1)
-    )
-    subject = replace(convolving("bfloat16"), products=((product, 1e9),))
+    subject = replace(convolving("bfloat16"), products=((large_convolution(*sides), 1e9),))
     compared: dict[str, list[Comparison]] = {}
     for faster in ("usual", "other"):
         chosen = {"usual": lambda usual, _: usual, "other": lambda _, other: other}[faster]

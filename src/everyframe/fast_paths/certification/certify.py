@@ -1,9 +1,9 @@
 """Create certificates: run trials of fast paths in a separate process and judge the results.
 
 A path whose trial crashes is refused with the signal's name, one that hangs with its time limit; a
-new process tries the remaining paths. A path that was out of time or memory, or whose process was
-ended from outside, gets no certificate and is tried again next time. `trials` runs in the process;
-`certificates` stores the results.
+new process tries the remaining paths. A path that was out of time or memory, that lacks its kernels
+in C, or whose process was ended from outside, gets no certificate and is tried again next time.
+`trials` runs in the process; `certificates` stores the results.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from everyframe.fast_paths.certification.target import CertificationTarget
 from everyframe.fast_paths.certification.trials import TrialRequest, run
 from everyframe.fast_paths.registry import FastPath
 from everyframe.hardware.isolation import ProcessResult, run_isolated
+from everyframe.ops.native.library import PATIENCE
 
 _log = logging.getLogger(__name__)
 
-#: Seconds allowed for a process to start: it imports torch, and for some families diffusers.
+#: Seconds allowed for a process to start: it imports torch, and for some families diffusers. The
+#: first one on a machine compiles the kernels in C besides.
 _START = 60.0
 
 #: Seconds after its deadline at which a trial counts as hung.
@@ -102,6 +104,8 @@ def _why_untried(values: Mapping[str, Any]) -> str | None:
     """Why the result of a trial makes no certificate; None if it makes one."""
     if "out_of_time" in values:
         return _NO_TIME
+    if "no_kernels" in values:
+        return str(values["no_kernels"])  # a later process may compile them
     if "out_of_memory" in values:
         # Others may have had that memory, and what they leave is no fault of the path.
         return f"there was too little free memory to try it ({values['out_of_memory']})"
@@ -124,7 +128,8 @@ def _run_trials(
         file = Path(folder, "log")
         file.touch()
         orders = TrialRequest(subject, tuple(paths), str(file), seconds, grace)
-        ended = run_isolated(run, orders, seconds=_START + seconds + grace)
+        start = _START + (PATIENCE if orders.uses_kernels else 0.0)
+        ended = run_isolated(run, orders, seconds=start + seconds + grace)
         lines = [json.loads(line) for line in file.read_text().splitlines() if line.endswith("}")]
     results: dict[str, dict[str, Any]] = {}
     running = None

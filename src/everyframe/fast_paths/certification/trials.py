@@ -40,6 +40,7 @@ from everyframe.hardware.device_loss import parse_device_loss
 from everyframe.hardware.isolation import ends_after
 from everyframe.hardware.memory import is_out_of_memory, keep_freed_memory
 from everyframe.hardware.throughput import reduced_sizes
+from everyframe.ops.native import library
 from everyframe.precision.dtypes import torch_dtype
 from everyframe.precision.quantization import layers
 from everyframe.precision.strict_float32 import strict_float32
@@ -290,13 +291,14 @@ def sizes_of(product: OpShape) -> str:
 class TrialRequest:
     """Work order of a trial process.
 
-    A trial that runs `grace` seconds past its deadline counts as hung and ends the process.
+    A trial that runs `grace` seconds past its deadline counts as hung and ends the process. Time
+    counts once the kernels in C are loaded, which the first process on a machine compiles.
 
     Attributes:
         subject: the component.
         paths: fast paths to try, in order.
         log: file that receives one line of JSON per event.
-        seconds: time limit, from the start of the process.
+        seconds: time limit.
         grace: seconds.
     """
 
@@ -306,9 +308,16 @@ class TrialRequest:
     seconds: float
     grace: float
 
+    @property
+    def uses_kernels(self) -> bool:
+        """Whether trials call our kernels in C; convolutions in a precision are tried by them."""
+        needed = any(path.needs_c or path.group == "precision" for path in self.paths)
+        return needed and self.subject.device.kind == "cpu"
+
 
 def run(orders: TrialRequest) -> None:
     """Try the paths one after the other, in this process."""
+    no_kernels = _load_kernels() if orders.uses_kernels else ""
     began = time.monotonic()
     device = orders.subject.device.torch_name
     torch.set_num_threads(orders.subject.num_threads)
@@ -325,6 +334,9 @@ def run(orders: TrialRequest) -> None:
             left = began + orders.seconds - time.monotonic()
             if left <= 0:
                 break
+            if path.needs_c and no_kernels:
+                log(path, no_kernels=no_kernels)
+                continue
             log(path, began=True)
             with ends_after(left + orders.grace), strict_float32(), torch.inference_mode():
                 values = _try(path, orders.subject, device, began + orders.seconds)
@@ -332,6 +344,15 @@ def run(orders: TrialRequest) -> None:
             log(path, **values)
             if is_over:
                 break
+
+
+def _load_kernels() -> str:
+    """Compile and load the kernels in C; why there are none, or an empty text."""
+    try:
+        library.load()
+    except library.NoLibraryError as error:
+        return str(error)
+    return ""
 
 
 def _try(

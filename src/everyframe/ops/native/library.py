@@ -18,7 +18,9 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -43,7 +45,10 @@ _THREADS: Sequence[tuple[Sequence[str], Sequence[str]]] = (
 )  # fmt: skip
 
 #: Seconds for one compilation; it takes some.
-_PATIENCE = 120.0
+PATIENCE = 120.0
+#: Seconds after which what an ended process has not finished is deleted.
+_ABANDONED = 3600.0
+_UNFINISHED = "making-"
 
 
 class NoLibraryError(Exception):
@@ -148,7 +153,7 @@ def _digest(*parts: bytes) -> str:
 def _key(compiler: str) -> str:
     """Digest of everything that the library depends on."""
     version = subprocess.run(
-        [compiler, "--version"], capture_output=True, check=True, timeout=_PATIENCE
+        [compiler, "--version"], capture_output=True, check=True, timeout=PATIENCE
     ).stdout
     # With torch's version: the library may be linked with its threads.
     isa = " ".join((version_of("torch"), processor_name(), *sorted(processor_flags())))
@@ -170,7 +175,8 @@ def _read_sources() -> list[bytes]:
 def _compile(compiler: str, folder: Path, key: str) -> ctypes.CDLL:
     """Compile, load and store the library by the first set of flags that works here."""
     message = ""
-    with tempfile.TemporaryDirectory(dir=folder, prefix="making-") as place:
+    _remove_abandoned(folder)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=_UNFINISHED) as place:
         for to_compile, to_link in _attempts():
             made = Path(place, f"{len(list(Path(place).iterdir()))}.so")
             try:
@@ -187,6 +193,14 @@ def _compile(compiler: str, folder: Path, key: str) -> ctypes.CDLL:
     raise NoLibraryError(f"{compiler} can't compile the kernels: {message.splitlines()[0][:200]}")
 
 
+def _remove_abandoned(folder: Path) -> None:
+    """Delete what killed processes have left unfinished."""
+    for place in folder.glob(f"{_UNFINISHED}*"):
+        with suppress(FileNotFoundError):  # its own process has ended well just now
+            if place.stat().st_mtime < time.time() - _ABANDONED:
+                shutil.rmtree(place, ignore_errors=True)
+
+
 def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
     """Flags to compile and to link, the fastest first."""
     for wide in ((_WIDE,), ()):
@@ -196,5 +210,5 @@ def _attempts() -> Iterator[tuple[Sequence[str], Sequence[str]]]:
 
 def _run(command: list[str], output: str) -> None:
     subprocess.run(
-        [*command, "-o", output], check=True, capture_output=True, text=True, timeout=_PATIENCE
+        [*command, "-o", output], check=True, capture_output=True, text=True, timeout=PATIENCE
     )
