@@ -89,7 +89,7 @@ def from_json(value: Any) -> Certificate | None:
 
 
 #: Form of the trials: verdicts of an earlier one are made again.
-_TRIALS = 2
+_TRIALS = 3
 
 
 def device_key(device: DeviceFacts, num_threads: int) -> str:
