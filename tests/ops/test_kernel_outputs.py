@@ -1,13 +1,15 @@
-"""Where the kernels in C write: never into their input, and always to memory of the CPU."""
+"""Where the kernels in C write: not into their input, and to memory of the CPU, if there is any."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from everyframe.hardware.memory import is_out_of_memory
 from everyframe.ops.native import convolutions, kernels, library
 from helpers.kernel_numbers import numbers
 
@@ -37,6 +39,14 @@ def test_norms_leave_what_a_placeholder_stands_for() -> None:
     kernels.group_norm(given, 2, w, w, 1e-6, by=by)
     kernels.group_norm(kernels.channels_last(x).as_subclass(Placeholder), 2, w, w, 1e-6, by=by)
     assert torch.equal(x, before)
+
+
+def test_a_kernel_without_memory_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's are, so that a run falls back and a trial refuses nothing."""
+    monkeypatch.setattr(kernels, "_library", lambda: SimpleNamespace(gelu_all=lambda *_: 1))
+    with pytest.raises(MemoryError, match="out of memory in the kernel gelu_all") as error:
+        kernels.gelu(numbers(3))
+    assert is_out_of_memory(error.value)
 
 
 def test_results_are_on_the_cpu_whatever_the_default_device_is() -> None:

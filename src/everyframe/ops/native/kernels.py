@@ -46,6 +46,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 MOST_FRAMES, MOST_WIDTH = 64, 128
 
 
+#: What a kernel returns without memory for its scratch.
+_NO_MEMORY = 1
+
+
 class KernelMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that also sees the calls of these kernels, which torch does not dispatch."""
 
@@ -354,13 +358,20 @@ def is_bf16(x: Tensor) -> bool:
 
 
 def call(name: str, *given: Any, output: Tensor) -> None:
-    """Call a kernel, which writes to this output among its arguments."""
+    """Call a kernel, which writes to this output among its arguments.
+
+    Raises:
+        MemoryError: there is none for its scratch.
+        RuntimeError: it does not compute these sizes, which callers should have checked.
+    """
     library = _library()
     assert library is not None, "callers check `supports` first"
     plain = [each.data_ptr() if isinstance(each, Tensor) else each for each in given]
     failed = getattr(library, name)(*plain, torch.get_num_threads())
+    if failed == _NO_MEMORY:
+        raise MemoryError(f"out of memory in the kernel {name}")
     if failed:
-        raise RuntimeError(f"the kernel {name} failed with {failed} (1: no memory, 2: sizes)")
+        raise RuntimeError(f"the kernel {name} does not compute these sizes")
     if torch._C._len_torch_dispatch_stack():
         for mode in _get_current_dispatch_mode_stack():
             if isinstance(mode, KernelMode):
