@@ -16,6 +16,7 @@ from torch import Tensor
 
 from everyframe.fast_paths.benchmark import Comparison
 from everyframe.fast_paths.certification.target import CertificationTarget
+from everyframe.fast_paths.certification.trials import CompilerFailedError
 from everyframe.fast_paths.registry import FastPath
 
 #: Seconds that the plain way takes; none of it is computing, so a busy machine is no matter.
@@ -148,3 +149,9 @@ def out_of_memory(subject: CertificationTarget, path: FastPath) -> Iterator[Comp
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     yield from _contest(fast)
+
+
+def compiler_fails(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
+    """Compiled blocks that are none, as the compiler lacks something."""
+    yield from _contest(torch.exp)
+    raise CompilerFailedError("no headers")

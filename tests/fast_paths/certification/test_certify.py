@@ -166,10 +166,10 @@ def test_no_path_is_refused_for_a_compiler_that_fails(
         raise library.NoLibraryError("no headers")
 
     monkeypatch.setattr(library, "load", fail)
-    paths = [replace(fake_fast_paths.planted("slow"), needs_c=True)]
-    made = certify(SUBJECT, [*paths, fake_fast_paths.planted("right")], PATIENCE)
+    slow, *others = map(fake_fast_paths.planted, ("slow", "compiler_fails", "right"))
+    made = certify(SUBJECT, [replace(slow, needs_c=True), *others], PATIENCE)
     assert [each.what for each in made.certificates] == ["right"], "what needs none is tried"
-    assert made.untried == {"slow": "no headers"}
+    assert made.untried == {"slow": "no headers", "compiler_fails": "no headers"}
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 import everyframe
-from everyframe.fast_paths.compilation import compiled_block, package_store
+from everyframe.fast_paths.compilation import compiled_block, module_compilation, package_store
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from helpers.compiled_blocks import Block, Model, inputs, made
 from helpers.planted_compiler import PlantedCompiler
@@ -96,6 +97,46 @@ def test_what_was_refused_is_not_looked_up_in_each_call(
     assert len(looked_up) == before
     assert compiled_blocks(model)["blocks.0"].report.notes["planted"] == 3
     assert not compiled_blocks(model)["blocks.0"].is_compiled
+
+
+def test_a_compiler_that_fails_leaves_blocks_as_written(
+    compiler: PlantedCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The user's call ended with the compiler's error; now it is asked once, and nothing stays."""
+    is_broken, asked = True, list[Any]()
+
+    def compile_in_a_call(call: Any) -> Any:
+        def compiled(*args: Any, **kwargs: Any) -> Any:
+            asked.append(call)
+            if is_broken:
+                raise BackendCompilerFailed(call, RuntimeError("no headers\nand more"), None)
+            return call(*args, **kwargs)
+
+        return compiled
+
+    def written_calls(model: Model) -> int:
+        return compiled_blocks(model)["blocks.0"].report.notes["torch.compile fails: no headers"]
+
+    monkeypatch.setattr(
+        module_compilation, "_graphs", lambda call, backend: compile_in_a_call(call)
+    )
+    monkeypatch.setattr(compiled_block, "_FAILED", {})
+    compiler.says = "planted"
+    model = everyframe.compile(made())
+    for number in (1, 2):
+        check(model, *inputs())
+        assert written_calls(model) == number
+    assert len(asked) == 1, "not for each block and call"
+    assert not [*package_store.packages_folder().rglob("*.json")]
+    # What an earlier process has certified fails in the same way.
+    compiled_block._FAILED.clear()
+    is_broken = False
+    check(everyframe.compile(made()), *inputs())
+    is_broken = True
+    model = everyframe.compile(made())
+    check(model, *inputs())
+    check(model, *inputs())
+    assert written_calls(model) == 2
 
 
 class Doubled(Tensor):

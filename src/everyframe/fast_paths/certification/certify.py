@@ -104,8 +104,8 @@ def _why_untried(values: Mapping[str, Any]) -> str | None:
     """Why the result of a trial makes no certificate; None if it makes one."""
     if "out_of_time" in values:
         return _NO_TIME
-    if "no_kernels" in values:
-        return str(values["no_kernels"])  # a later process may compile them
+    if "not_made" in values:
+        return str(values["not_made"])  # a compiler that failed may be mended
     if "out_of_memory" in values:
         # Others may have had that memory, and what they leave is no fault of the path.
         return f"there was too little free memory to try it ({values['out_of_memory']})"

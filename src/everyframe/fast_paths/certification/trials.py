@@ -29,7 +29,7 @@ from everyframe.fast_paths.benchmark import (
 )
 from everyframe.fast_paths.certification.extract_blocks import BlockInputs, BlockLocation, blocks_of
 from everyframe.fast_paths.certification.target import CertificationTarget
-from everyframe.fast_paths.compilation.compiled_block import CompiledBlock
+from everyframe.fast_paths.compilation.compiled_block import FAILS, CompiledBlock
 from everyframe.fast_paths.compilation.module_compilation import compiled_blocks
 from everyframe.fast_paths.compilation.package_store import Package, files_of
 from everyframe.fast_paths.modules import residual_blocks
@@ -70,6 +70,10 @@ _CALLS = 4
 
 #: Steps of a simulated run, in which some numbers repeat.
 _STEPS = 20
+
+
+class CompilerFailedError(Exception):
+    """No block could be compiled, as the compiler failed."""
 
 
 def precision(subject: CertificationTarget, path: FastPath) -> Iterator[Comparison]:
@@ -118,6 +122,7 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
     The packages that were used or made stay in the store, for the run.
 
     Raises:
+        CompilerFailedError: the compiler fails, which says nothing about the blocks.
         RuntimeError: no block can be compiled, or none is faster; says why.
     """
     made: list[CompiledBlock] = []
@@ -126,9 +131,9 @@ def compiled(subject: CertificationTarget, path: FastPath) -> Iterator[Compariso
         yield each.compare(each.alone(subject.paths), fast)
         made += compiled_blocks(fast).values()
     if made and not any(block.is_compiled for block in made):
-        raise RuntimeError(
-            "; ".join(sorted({note for block in made for note in block.report.notes}))
-        )
+        notes = sorted({note for block in made for note in block.report.notes})
+        has_failed = any(note.startswith(FAILS) for note in notes)
+        raise (CompilerFailedError if has_failed else RuntimeError)("; ".join(notes))
     # Those alone that load at once: torch.compile's code is no reason to compile a short run.
     _PACKAGES.extend(package for block in made for package in block.report.packages.values())
 
@@ -335,7 +340,7 @@ def run(orders: TrialRequest) -> None:
             if left <= 0:
                 break
             if path.needs_c and no_kernels:
-                log(path, no_kernels=no_kernels)
+                log(path, not_made=no_kernels)
                 continue
             log(path, began=True)
             with ends_after(left + orders.grace), strict_float32(), torch.inference_mode():
@@ -363,6 +368,8 @@ def _try(
         outcome = run_comparisons(contests, device, deadline, is_exact=path.closeness == "exact")
     except OutOfTimeError:
         return {"out_of_time": True}
+    except CompilerFailedError as error:
+        return {"not_made": str(error)}
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the verdict
         message = " ".join((str(error) or type(error).__name__).split())[:200]
         if is_out_of_memory(error):

@@ -179,7 +179,7 @@ def compile_block(
                 program, package_path=str(folder / "block.pt2")
             )
         except Exception as error:  # whatever the compiler says
-            raise NotCompilableError(f"the compiler failed: {_line(error)}") from error
+            raise NotCompilableError(f"the compiler failed: {first_line(error)}") from error
     return ExportedBlock(Path(str(path)), sizes, results[-1])
 
 
@@ -257,7 +257,7 @@ def _export(
     except NotCompilableError:
         raise
     except Exception as error:  # torch has no one class for what it can't export
-        raise NotCompilableError(f"it can't be exported: {_line(error)}") from error
+        raise NotCompilableError(f"it can't be exported: {first_line(error)}") from error
     if free and getattr(program, "_guards_code", None) is None:
         raise NotCompilableError("this torch doesn't tell the conditions on sizes")
     inputs = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder"]
@@ -290,7 +290,8 @@ def _dims(
         yield (max(2, int(found.lower)), int(found.upper) if is_bounded else None)
 
 
-def _line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """What an error says first, in one line of 200 characters at most."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return " ".join((lines[0] if lines else type(error).__name__).split())[:200]
 

@@ -27,7 +27,12 @@ from torch.nn.modules import module as global_hooks
 
 from everyframe.fast_paths.benchmark import relative_error
 from everyframe.fast_paths.compilation import package_store
-from everyframe.fast_paths.compilation.block_export import CallSizes, compile_block, format_of
+from everyframe.fast_paths.compilation.block_export import (
+    CallSizes,
+    compile_block,
+    first_line,
+    format_of,
+)
 from everyframe.fast_paths.compilation.block_state import (
     BlockState,
     NotCompilableError,
@@ -63,6 +68,11 @@ _LOCK = threading.RLock()
 #: Warnings of this process.
 _LOGGED: set[str] = set()
 
+
+#: Why calls run as written that torch.compile failed on; and such reasons of this process, by the
+#: key of a kind of call. They are not stored: a compiler that lacks something may have it later.
+FAILS = "torch.compile fails: "
+_FAILED: dict[str, str] = {}
 
 #: Loaded packages by (digest, device): equal blocks share one.
 _LOADED: dict[tuple[str, torch.device], LoadedPackage] = {}
@@ -154,6 +164,7 @@ class CompiledBlock:
 
     def _compute(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensors: list[Tensor] = []
+        key: tuple[Any, ...] = ()
         try:
             if torch.is_grad_enabled():
                 raise NotCompilableError("gradients are on (torch.no_grad turns them off)")
@@ -166,12 +177,13 @@ class CompiledBlock:
                 call = _Call(block, (args, kwargs), weights, tensors)
                 self._runs[key] = self._choose_run(call, key)
             run = self._runs[key]
-            if isinstance(run, str):
-                raise NotCompilableError(run)
+            if not isinstance(run, str):
+                return run(weights, tensors)
+            self._note(block, run)
         except NotCompilableError as error:
+            self._runs.pop(key, None)
             self._note(block, str(error))
-            run = None
-        return block.forward(*args, **kwargs) if run is None else run(weights, tensors)
+        return block.forward(*args, **kwargs)
 
     def _note(self, block: nn.Module, why: str) -> None:
         if not why:
@@ -216,6 +228,8 @@ class CompiledBlock:
             raise NotCompilableError("its weights come to the device one by one")
         name = digest((*key[:3], tuple(kinds), machine(device)))
         with _LOCK:
+            if name in _FAILED:
+                return _FAILED[name]
             package = self._find(name, call)
             if package is None:
                 return self._make(call, name)
@@ -223,7 +237,7 @@ class CompiledBlock:
             if package.verdict == "refused":
                 return package.reason
             if not package.library:
-                return self._compile_by_torch(call)
+                return self._compile_by_torch(call, name)
             loaded = _LOADED[package.digest, device]
         checked = (package.digest, device, *map(_form, tensors))
         if checked not in _CHECKED:
@@ -304,7 +318,7 @@ class CompiledBlock:
         the kind, and the next process, neither export nor try it again.
         """
         self._note(call.block, f"no package ({why}); torch.compile instead")
-        run = self._compile_by_torch(call)
+        run = self._compile_by_torch(call, name)
         package = _try(_draft(call, name, _all_sizes(call), 0.0), call, run)
         if package.verdict == "refused":
             package = replace(package, reason=f"torch.compile: {package.reason} ({why})")
@@ -313,8 +327,10 @@ class CompiledBlock:
             raise NotCompilableError(package.reason)
         return run
 
-    def _compile_by_torch(self, call: _Call) -> Run:
-        """The block by torch.compile, whose guards notice changes."""
+    def _compile_by_torch(self, call: _Call, name: str) -> Run:
+        """The block by torch.compile, which compiles in a call; its guards notice changes."""
+        from torch._dynamo.exc import BackendCompilerFailed  # takes a second
+
         compiled = self._fallback(call.block.forward)
         # The structure alone: this call's tensors would stay in memory with the block.
         given = map_tensors(call.given, lambda _: torch.empty(0))
@@ -322,7 +338,13 @@ class CompiledBlock:
         def run(_: Sequence[Tensor], tensors: Sequence[Tensor]) -> Any:
             rest = iter(tensors)
             args, kwargs = map_tensors(given, lambda _: next(rest))
-            return compiled(*args, **kwargs)
+            if name in _FAILED:  # for an equal block
+                raise NotCompilableError(_FAILED[name])
+            try:
+                return compiled(*args, **kwargs)
+            except BackendCompilerFailed as error:
+                _FAILED[name] = f"{FAILS}{first_line(error.inner_exception)}"
+                raise NotCompilableError(_FAILED[name]) from error
 
         return run
 
