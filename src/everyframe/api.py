@@ -20,12 +20,11 @@ from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
 from everyframe.engine import tracing
-from everyframe.engine.generate_call import GenerateCall, check_output
+from everyframe.engine.generate_call import GenerateCall, check_output, load_run_for
 from everyframe.engine.records.comparison import compare_with
 from everyframe.engine.records.recorded_request import record_in, request_from, threads_to_repeat
 from everyframe.engine.results import EventDelivery, OnEvent, Output, collect_videos
 from everyframe.engine.resumption.foreign_run import check_named, find_here
-from everyframe.engine.resumption.interrupted_run import load_run
 from everyframe.engine.resumption.replan import OF_RANKS
 from everyframe.engine.resumption.resume import find_run_of, resume_run
 from everyframe.engine.workers.launcher import ranks_of, run_in_workers
@@ -115,27 +114,24 @@ def resume(
     Raises:
         InputError: there is no such run, or something that it needs has changed.
     """
-    check_output(output)
     if run is None and pipe is not None:
         folder = find_run_of(_given_model(pipe, Request(), None).digests())
     else:
         folder = find_run(run)
-    begun = load_run(folder)
-    if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
-        raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
+    begun = load_run_for(output, folder)
     delivery = EventDelivery(on_event)
     given = None if pipe is None else _given_model(pipe, begun.request, delivery.deliver_early)
     asked = Request(**{name: value for name, value in options.items() if name in OF_RANKS})
     named = find_here({name: value for name, value in options.items() if name not in OF_RANKS})
-    is_own, devices = check_named(folder, named), asked.given() or None
+    check_named(folder, named)
+    devices = asked.given() or None
     if devices and pipe is not None:
         raise InputError("a pipeline in memory works where it is; leave out the devices")
     number = asked.num_ranks if devices else ranks_of(folder)
     if number > 1:
         job = WorkerJob(run=folder.path, as_uint8=output == "uint8", ranks=devices,
                   trust_remote_code=trust_remote_code, named=named)  # fmt: skip
-        place = begun.place if is_own and begun.place.is_dir() else None
-        events = run_in_workers(job.of_ranks(number), place)
+        events = run_in_workers(job.of_ranks(number), begun.place_of_workers)
     else:
         events = resume_run(
             folder,

@@ -303,8 +303,14 @@ def test_a_runs_folder_does_not_allow_code(copy: Path, tmp_path: Path) -> None:
         everyframe.resume(run.path)
     with pytest.raises(InputError, match="allow it again: --trust-remote-code"):
         list(run_in_workers(WorkerJob(run=run.path)))
+    again = shutil.copytree(run.path, run.path.with_name("again"))
     video = everyframe.resume(run.path, trust_remote_code=True)
     assert isinstance(video, everyframe.Video)
+    says = "allow it again: --trust-remote-code"
+    with everyframe.load(copy) as engine, pytest.raises(InputError, match=says):
+        engine.resume(again)
+    with everyframe.load(copy, trust_remote_code=True) as engine:  # which is where it is allowed
+        assert isinstance(engine.resume(again), everyframe.Video)
 
 
 def test_a_runs_folder_fetches_no_model(folder: Path, tmp_path: Path) -> None:

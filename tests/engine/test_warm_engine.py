@@ -330,8 +330,39 @@ def test_threads_share_an_engine() -> None:
 def test_another_model_is_another_engine(tiny_models: Models) -> None:
     with everyframe.load() as engine, pytest.raises(InputError, match="this engine is of shapes"):
         engine.generate(**SHAPES, model=str(tiny_models("svd")))
+    record = everyframe.generate(**SHAPES, run_dir="off").record
+    other = {**record, "request": {**record["request"], "model": "opensora-1.2"}}
+    with everyframe.load() as engine, pytest.raises(InputError, match="this engine is of shapes"):
+        engine.generate(from_record=other)
     with pytest.raises(InputError, match="unknown model"):
         everyframe.load("no-such-model")
+
+
+def test_a_run_is_resumed_with_frames_that_there_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
+    with everyframe.load() as engine:
+        with closing(engine.stream(**SHAPES)) as events:
+            next(event for event in events if isinstance(event, Step))
+        with pytest.raises(InputError, match='output must be "uint8" or "float"'):
+            engine.resume(output="bytes")  # type: ignore[arg-type]
+        assert frames(engine.resume(output="float")).dtype == np.float32
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_a_run_of_several_devices_is_resumed_in_workers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERYFRAME_RUNS", str(tmp_path))
+    with everyframe.load() as engine:
+        with closing(engine.stream(**SHAPES, device="cpu", num_devices=2)) as events:
+            next(event for event in events if isinstance(event, Step))
+        made = engine.resume()
+    expected = everyframe.generate(**SHAPES, run_dir="off")
+    assert np.allclose(frames(made), frames(expected), atol=1)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow

@@ -29,6 +29,7 @@ from everyframe.checkpoints.shapes_prompts import (
 )
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.events import DENOISING_STAGES, ErrorEstimated, FramesDecoded, StageDone, Step
+from everyframe.core.options import shown
 from everyframe.core.quality import EXACT, LossyMethod, parse_method
 from everyframe.core.request import Request
 from everyframe.engine.calibration_methods import candidates, combinations, why_not_certified
@@ -110,6 +111,13 @@ def calibrate(
         InputError: an option is invalid, or the model has no lossy methods.
         CannotRunError: the plan can't run here.
     """
+    if not isinstance(request, Request):
+        raise InputError(
+            f"calibrate takes a request, got {shown(request)}; give everyframe.Request(...)"
+        )
+    for name, several in (("prompts", prompts), ("methods", methods)):
+        if isinstance(several, str):
+            raise InputError(f"{name} must be a list of texts, got {shown(several)}")
     if not LEAST_VIDEOS <= num_videos <= _MOST_VIDEOS:
         raise InputError(f"videos must be {LEAST_VIDEOS} to {_MOST_VIDEOS}, got {num_videos}")
     if request.num_ranks > 1:

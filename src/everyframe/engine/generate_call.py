@@ -1,4 +1,4 @@
-"""A call of `generate`: its request, what it is compared with, and its videos."""
+"""Calls of `generate` and `resume`: their request or run, and their videos."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from everyframe.core.request import Request
 from everyframe.engine.records.comparison import compare_with
 from everyframe.engine.records.recorded_request import record_in, request_from, threads_to_repeat
 from everyframe.engine.results import EventDelivery, Output, collect_videos
+from everyframe.engine.resumption.interrupted_run import InterruptedRun, load_run
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
-from everyframe.runs.folder import root_of
+from everyframe.runs.folder import RunFolder, root_of
 from everyframe.runs.run_state import SaveOptions
 
 
@@ -86,3 +87,17 @@ def check_output(output: str) -> None:
     """Raise `InputError` for an unknown format of frames."""
     if output not in ("uint8", "float"):
         raise InputError(f'output must be "uint8" or "float", got {output!r}')
+
+
+def load_run_for(output: str, folder: RunFolder) -> InterruptedRun:
+    """The run in that folder, to be resumed with frames of that format.
+
+    Raises:
+        InputError: an unknown format, or the clips so far are saved in a coarser one.
+        CorruptRunError: the folder has no run, or its files are corrupt.
+    """
+    check_output(output)
+    begun = load_run(folder)
+    if output == "float" and begun.as_uint8 and begun.plan.settings.chain > 1:
+        raise InputError(f'{folder.name} was begun for output="uint8"; its clips are kept so')
+    return begun

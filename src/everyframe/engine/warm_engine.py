@@ -19,10 +19,11 @@ from everyframe.core.events import Event, Events
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine import run as engine
-from everyframe.engine.generate_call import GenerateCall
+from everyframe.engine.generate_call import GenerateCall, load_run_for
 from everyframe.engine.results import EventDelivery, Output, collect_videos
 from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.workers.executor import WarmModel, warm_models
+from everyframe.engine.workers.launcher import ranks_of
 from everyframe.engine.workers.warm_workers import WarmWorkers
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
@@ -80,6 +81,7 @@ class Engine:
         """Make a video, or several; arguments, results and errors are those of `generate`."""
         given = {**self._options, **self._check_options(options)}
         call = GenerateCall.of(prompt, output, from_record, run_dir, given)
+        self._check_options({"model": call.request.model})  # a record may name another
         events = self._events(call.job, call.keep)
         return call.videos(events, on_event)
 
@@ -98,10 +100,13 @@ class Engine:
         """Resume an interrupted run of this model; see `everyframe.resume`."""
         self._check_open()
         folder = find_run(run)
-        if self._is_isolated:
-            events = self._workers.run(WorkerJob(run=folder.path, as_uint8=output == "uint8"))
+        begun, trusts = load_run_for(output, folder), bool(self._options.get("trust_remote_code"))
+        if self._is_isolated or ranks_of(folder) > 1:
+            is_uint8 = output == "uint8"
+            job = WorkerJob(run=folder.path, as_uint8=is_uint8, trust_remote_code=trusts)
+            events = self._workers.run(job, begun.place_of_workers)
         else:
-            events = resume_run(folder, cache=self._cache)
+            events = resume_run(folder, trust_remote_code=trusts, cache=self._cache)
         videos = collect_videos(events, output, EventDelivery(on_event))
         return videos if len(videos) > 1 else videos[0]
 

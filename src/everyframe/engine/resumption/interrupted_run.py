@@ -55,6 +55,11 @@ class InterruptedRun:
     is_own: bool = False
     named: frozenset[str] = frozenset()
 
+    @property
+    def place_of_workers(self) -> Path | None:
+        """Working folder of workers that resume it: where this user's run began, if it is there."""
+        return self.place if self.folder.is_own() and self.place.is_dir() else None
+
     def with_named(self, named: Mapping[str, Any] | None) -> InterruptedRun:
         """The run with options named again, which lies here wherever it began; None trusts it.
 
