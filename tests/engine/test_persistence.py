@@ -347,3 +347,18 @@ def test_python_goes_on_with_a_run(
     assert everyframe.list_runs() == []
     with pytest.raises(InputError, match="nothing to resume"):
         everyframe.resume()
+
+
+@pytest.mark.parametrize("place", [{"stage": 9}, {"stage": -1}, {"clip": 1}, {"clip": True}])
+def test_a_state_of_a_stage_that_a_run_lacks_is_not_taken_for_its_end(
+    place: dict[str, Any], model: str, tmp_path: Path
+) -> None:
+    """As of a version with other stages: the run made no frames then, and was removed."""
+    run = cut(model, tmp_path)
+    state = run.state()
+    assert state is not None
+    run.write_state({**state, **place})
+    again = list(resume.resume_run(run))
+    assert any("starting" in e.text and "which it lacks" in e.text
+               for e in again if isinstance(e, Note))  # fmt: skip
+    assert sum(isinstance(e, VideoDone) for e in again) == 1

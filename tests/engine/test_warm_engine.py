@@ -23,6 +23,7 @@ from everyframe.core.errors import EveryframeError, InputError
 from everyframe.core.events import ComponentLoaded, Event, RunSaved, Step
 from everyframe.core.request import Request
 from everyframe.engine.workers import warm_workers
+from everyframe.engine.workers.executor import WarmModel
 from everyframe.runtime.components.component_cache import CachedComponents
 from everyframe.runtime.components.component_state import ComponentState
 from helpers.loras import files as lora_files
@@ -349,6 +350,18 @@ def test_a_run_is_resumed_with_frames_that_there_are(
             engine.resume(output="bytes")  # type: ignore[arg-type]
         assert frames(engine.resume(output="float")).dtype == np.float32
     assert not list(tmp_path.iterdir())
+
+
+def test_what_is_in_memory_includes_what_workers_of_several_devices_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    theirs = WarmModel("shapes", 1, 0.0, ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(warm_workers.WarmWorkers, "describe", lambda self: [theirs])
+    with everyframe.load() as engine:
+        engine.generate(**SHAPES, run_dir="off")
+        ours, *others = engine.describe()
+    assert ours.devices == ("cpu",)
+    assert others == [theirs]
 
 
 @pytest.mark.slow

@@ -119,9 +119,7 @@ class Engine:
 
     def describe(self) -> list[WarmModel]:
         """What is in memory now."""
-        if self._is_isolated:
-            return self._workers.describe()
-        return warm_models(self._cache.models())
+        return [*warm_models(self._cache.models()), *self._workers.describe()]
 
     def close(self) -> None:
         """Free all memory and end all workers. Interrupted runs can be resumed."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -46,7 +47,7 @@ from everyframe.planning.resolve import LoadedModel
 from everyframe.runs.folder import Lock, RunFolder, free_runs
 from everyframe.runs.run_state import RunState, RunStateWriter, SaveInterval, SaveOptions, furthest
 from everyframe.runtime.components.component_cache import ComponentCache
-from everyframe.runtime.interface import VideoState
+from everyframe.runtime.interface import Stage, VideoState
 
 #: The name in a recorded file's identity, beside its hash.
 _FILE = ("file", True)
@@ -100,7 +101,7 @@ def resume_run(
         model = with_cache(model, cache, here, record, empties=True)
         how = SaveOptions(folder.path.parent, run.output, run.as_uint8, cleans, pace)
         writer = RunStateWriter(replace(folder, part=here.group) if here.leads else None, how, lock)
-        progress, message = _read(writer, run, here.mine(left))
+        progress, message = _read(writer, run, here.mine(left), partial(here.stages, model))
         yield from map(Note, (message, *_skipped_note(skip if out_of_memory is None else ())))
         if peers is not None:  # before anybody writes
             peers.world.all_gather_object(None, "ranks read what was kept")
@@ -151,7 +152,10 @@ def _skipped_note(seeds: Collection[int]) -> tuple[str, ...]:
 
 
 def _read(
-    writer: RunStateWriter, run: InterruptedRun, videos: list[VideoState]
+    writer: RunStateWriter,
+    run: InterruptedRun,
+    videos: list[VideoState],
+    stages: Callable[[int], Sequence[Stage]],
 ) -> tuple[RunState, str]:
     """Progress of these videos, as state and as one line of text."""
     settings, folder = run.plan.settings, run.folder
@@ -165,6 +169,7 @@ def _read(
     try:
         if saved is not None:
             progress = writer.read(videos, saved)
+            _check_position(progress, settings.chain, stages)
             clip = f"clip {progress.clip + 1} of {settings.chain}, " if progress.clip else ""
             done = f"{clip}stage {progress.stage + 1}, {sum(t.step for t in videos)} of its steps"
             message = f"resuming {name}: {done} done{served}"
@@ -176,6 +181,16 @@ def _read(
         message = f"starting {name} again: {error}"
     add_fallbacks(progress, run.fallbacks)
     return progress, message
+
+
+def _check_position(
+    progress: RunState, num_clips: int, stages: Callable[[int], Sequence[Stage]]
+) -> None:
+    """Raise `CorruptRunError` for a stage that this run does not have; it would make no frames."""
+    clip, stage = progress.clip, progress.stage
+    is_position = type(clip) is int and type(stage) is int and 0 <= clip < num_clips
+    if not is_position or not 0 <= stage < len(stages(clip)):
+        raise CorruptRunError(f"its state is of stage {stage!r} of clip {clip!r}, which it lacks")
 
 
 def _model_here(
