@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import (
 from torch import nn
 
 import everyframe
+from everyframe.cli.tables import json_line
 from everyframe.core.errors import InputError, NumericsError
 from everyframe.core.events import Event, FramesDecoded
 from everyframe.core.request import Request
@@ -206,6 +208,11 @@ def test_growth_alone_is_passed_over(tmp_path: Path) -> None:
     verdict = everyframe.trace_diff(tmp_path / "a", tmp_path / "b", net)
     assert verdict.is_explained
     assert "growth" in verdict.replayed[0].message
+    # Of inputs and outputs that both differ without bounds.
+    endless = dataclasses.replace(verdict.replayed[0], growth=math.nan, errors=(math.inf, 0.0))
+    data = dataclasses.replace(verdict, replayed=(endless,)).to_json()
+    assert (data["replayed"][0]["growth"], data["replayed"][0]["errors"]) == ("nan", ["inf", 0.0])
+    assert json_line(data)
 
 
 def test_blocks_that_raise_or_call_nothing(tmp_path: Path) -> None:

@@ -336,8 +336,9 @@ def _plain(value: Any) -> str:
 
 
 def _finite(value: Any) -> Any:
-    """Replace infinity, which JSON lacks."""
-    return str(value) if value == math.inf else value
+    """Replace infinity and not-a-number, which JSON lacks, by their names."""
+    is_number = not isinstance(value, float) or math.isfinite(value)
+    return value if is_number else str(value)
 
 
 def _check_components(full: Sequence[str], plan: Plan) -> None:

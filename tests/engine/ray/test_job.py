@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -236,6 +239,19 @@ def test_a_folder_that_can_not_be_written_is_a_note(groups: Any, tmp_path: Path)
     assert "this run can't be saved in" in notes(events)[0]
     assert "the run begins again" in notes(events)[1]
     assert not [each for each in events if isinstance(each, RunSaved)]
+
+
+def test_a_run_that_can_not_be_locked_leaves_no_folder(
+    groups: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    groups([*BEGIN, ("event", VideoDone(3, 1, {}))])
+    events = run(tmp_path / "runs", [])
+    assert "this run can't be saved in" in notes(events)[0]
+    assert not list((tmp_path / "runs").iterdir())
 
 
 def test_a_strangers_run_sends_no_file_that_was_not_named_again(

@@ -201,6 +201,8 @@ class _SavedRun:
                     f"the run {job.run.name} cannot be resumed in {job.run.parent} "
                     f"({error.strerror}); copy its folder to another disk and give it by its path"
                 ) from error
+            if self._folder is not None:  # it can't be locked
+                self._folder.remove()
             self._folder = None
             self._note(
                 f"this run can't be saved in {job.root} ({error.strerror}), so a lost node means a "
