@@ -73,8 +73,10 @@ def test_nothing_is_remembered_of_others(other: object) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", '{"schema": "x"}', '{"schema": "everyframe.repairs/1", "repairs": [{"a": 1}]}'],
-)
+    ["", "{", "[]", '{"schema": "x"}', '{"schema": "everyframe.repairs/1", "repairs": [{"a": 1}]}',
+     '{"schema": "everyframe.repairs/1", "repairs": ["a"]}',
+     '{"schema": "everyframe.repairs/1", "repairs": [null]}'],
+)  # fmt: skip
 def test_a_damaged_file_is_no_memory(text: str) -> None:
     save_repair(KEY, INNER)
     (file,) = cache_folder().glob("repairs/*/*.json")

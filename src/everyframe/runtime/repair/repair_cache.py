@@ -100,13 +100,13 @@ def delete_repairs(key: RepairCacheKey) -> int:
     return count
 
 
-def repair_from(data: Mapping[str, Any]) -> Repair:
+def repair_from(data: Any) -> Repair:
     """Build a repair from plain data, as records and the cache store it.
 
     Raises:
         TypeError: the data is not a repair.
     """
-    if not all(isinstance(value, str) for value in data.values()):
+    if not isinstance(data, Mapping) or not all(isinstance(text, str) for text in data.values()):
         raise TypeError(f"not a repair: {data}")
     return Repair(**data)
 
