@@ -145,8 +145,9 @@ def test_start_noise_that_is_not_finite_is_refused(model: str, bad: float) -> No
     [
         np.zeros((1, 4, 1, 2, 2), object), np.full((1, 4, 1, 2, 2), "a"),
         np.zeros((1, 4, 1, 2, 2), complex), torch.zeros(1, 4, 1, 2, 2, device="meta"),
+        torch.zeros(1, 4, 1, 2, 2).to_sparse(),
     ],
-    ids=lambda latents: str(latents.dtype),
+    ids=["objects", "texts", "complex", "meta", "sparse"],
 )  # fmt: skip
 def test_start_noise_that_is_no_real_number_is_refused(model: str, latents: Any) -> None:
     with pytest.raises(InputError, match="latents must be real numbers in memory, got"):
@@ -160,6 +161,21 @@ def test_start_noise_replaces_the_seeds(model: str) -> None:
     np.testing.assert_array_equal(one, two)
     other = frames_by_seed(run.stream(request(model, seed=1)))[1]
     assert not np.array_equal(one, other)
+
+
+def test_start_noise_may_be_flipped_or_of_another_byte_order(model: str) -> None:
+    noise = np.random.default_rng(0).standard_normal((1, 4, 1, 2, 2), np.float32)
+    expected = frames_by_seed(run.stream(request(model, seed=1, latents=noise)))[1]
+    flipped = np.ascontiguousarray(noise[..., ::-1])[..., ::-1]
+    for latents in (flipped, noise.astype(">f4")):
+        made = frames_by_seed(run.stream(request(model, seed=1, latents=latents)))[1]
+        np.testing.assert_array_equal(made, expected)
+
+
+def test_a_video_without_pixels_is_not_extended(model: str) -> None:
+    nothing = np.zeros((4, 0, 32, 3), np.uint8)
+    with pytest.raises(InputError, match=r"extend must be frames \(T, H, W, 3\), got \(4, 0"):
+        next(iter(run.stream(request(model, extend=nothing, num_frames=34))))
 
 
 def test_given_pictures_are_read_before_anything_is_loaded(

@@ -72,7 +72,7 @@ def _source(extend: Any, settings: Settings) -> tuple[np.ndarray[Any, Any], tupl
         check_range(extend.frames, "extend")
         frames, rate = to_uint8(extend.frames), extend.fps
     elif isinstance(extend, np.ndarray):
-        if extend.ndim != 4 or extend.shape[-1] != 3 or not len(extend):
+        if extend.ndim != 4 or extend.shape[-1] != 3 or not extend.size:
             raise InputError(f"extend must be frames (T, H, W, 3), got {extend.shape}")
         check_range(extend, "extend")
         frames = to_uint8(extend)
@@ -107,12 +107,19 @@ def start_noise(request: Request) -> torch.Tensor | None:
     """
     if request.latents is None:
         return None
+    latents = request.latents
+    if isinstance(latents, np.ndarray) and not (
+        latents.dtype.isnative and all(stride >= 0 for stride in latents.strides)
+    ):
+        # Flipped, or in another byte order: torch takes neither.
+        latents = np.ascontiguousarray(latents, latents.dtype.newbyteorder("="))
     try:
-        given = torch.as_tensor(request.latents)
+        given = torch.as_tensor(latents)
     except TypeError:  # numpy's objects and texts, which torch has no type for
         given = None
-    if given is None or given.is_complex() or given.is_meta:
-        kind = getattr(request.latents, "dtype", type(request.latents).__name__)
+    is_sparse = given is not None and given.layout != torch.strided
+    if given is None or is_sparse or given.is_complex() or given.is_meta or given.is_quantized:
+        kind = getattr(latents, "layout" if is_sparse else "dtype", type(latents).__name__)
         raise InputError(f"latents must be real numbers in memory, got {kind}")
     noise = given.to("cpu", torch.float32)
     if not torch.isfinite(noise).all():
