@@ -70,3 +70,11 @@ def test_what_is_somebody_elses_is_refused() -> None:
 def test_only_our_own_data_is_made(name: str) -> None:
     with pytest.raises(CorruptRunError):
         from_jsonable({"$": "object", "class": name, "fields": {}})
+
+
+@pytest.mark.parametrize(
+    "data", [{"$": "fraction", "text": "1/0"}, json.loads("[" * 600 + "]" * 600)]
+)
+def test_what_nobody_wrote_is_corrupt(data: Any) -> None:
+    with pytest.raises(CorruptRunError, match="the saved data can't be read"):
+        from_jsonable({"plan": data})

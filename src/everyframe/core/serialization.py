@@ -28,6 +28,11 @@ Fetch = Callable[[Mapping[str, Any]], Any]
 _MARK = "$"
 _PACKAGE = __name__.partition(".")[0]
 
+#: What data of another form raises while a value is rebuilt.
+_UNREADABLE = (
+    KeyError, TypeError, ValueError, AttributeError, ImportError, ArithmeticError, RecursionError,
+)  # fmt: skip
+
 
 def _has_nothing(kept: Mapping[str, Any]) -> Any:
     raise ValueError("no tensors were saved with this data")
@@ -89,32 +94,32 @@ def from_jsonable(data: Any, fetch: Fetch = _has_nothing) -> Any:
     Raises:
         CorruptRunError: the data is nothing that `to_jsonable` writes.
     """
-    if isinstance(data, list):
-        return [from_jsonable(each, fetch) for each in data]
-    if not isinstance(data, dict):
-        return data
-    if _MARK not in data:
-        return {key: from_jsonable(each, fetch) for key, each in data.items()}
     try:
-        return _decode_marked(data, fetch)
-    except (KeyError, TypeError, ValueError, AttributeError, ImportError) as error:
+        return _rebuild(data, fetch)
+    except _UNREADABLE as error:
         raise CorruptRunError(f"the saved data can't be read: {error}") from error
 
 
-def _decode_marked(data: Mapping[str, Any], fetch: Fetch) -> Any:
+def _rebuild(data: Any, fetch: Fetch) -> Any:
+    if isinstance(data, list):
+        return [_rebuild(each, fetch) for each in data]
+    if not isinstance(data, dict):
+        return data
+    if _MARK not in data:
+        return {key: _rebuild(each, fetch) for key, each in data.items()}
     mark = data[_MARK]
     if mark == "kept":
         return fetch(data)
     if mark == "tuple":
-        return tuple(from_jsonable(each, fetch) for each in data["items"])
+        return tuple(_rebuild(each, fetch) for each in data["items"])
     if mark == "mapping":
-        return {from_jsonable(k, fetch): from_jsonable(each, fetch) for k, each in data["items"]}
+        return {_rebuild(k, fetch): _rebuild(each, fetch) for k, each in data["items"]}
     if mark == "path":
         return Path(data["text"])
     if mark == "fraction":
         return Fraction(data["text"])
     if mark == "object":
-        values = {key: from_jsonable(each, fetch) for key, each in data["fields"].items()}
+        values = {key: _rebuild(each, fetch) for key, each in data["fields"].items()}
         return _class(data["class"])(**values)
     raise ValueError(f"an unknown mark, {mark!r}")
 

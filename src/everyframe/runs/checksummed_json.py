@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from everyframe.core.errors import CorruptRunError
+from everyframe.core.errors import CorruptRunError, first_line
 from everyframe.core.paths import replace_file
 
 #: Errors raised when values are built from corrupt data, or from another version's.

@@ -27,7 +27,7 @@ from everyframe.engine.resumption.resume import resume_run
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.media.video import Video
-from everyframe.runs.checksummed_json import write_json
+from everyframe.runs.checksummed_json import checksum, write_json
 from everyframe.runs.folder import RunFolder
 from everyframe.runs.tensor_store import TensorStore
 from helpers.interrupted_runs import cut, videos
@@ -253,6 +253,19 @@ def test_what_a_stranger_wrote_wrongly_is_one_line(
     if name == "plan":
         assert "its plan.settings.height is missing or wrong" in err
     assert not Path("mine.mp4").exists()
+
+
+@pytest.mark.parametrize("rest", ['\n"a": ', '\n"a": ' + "[" * 10**5, '\n"a": ' + "9" * 5000 + "}"])
+def test_what_a_stranger_wrote_that_is_no_json_is_one_line(
+    rest: str, run: RunFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its checksum is right: anybody can make one."""
+    text = rest.encode()
+    (run.path / "run.json").write_bytes(f'{{"checksum": "{checksum(text)}",'.encode() + text)
+    assert main(["resume", str(run.path)]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "run.json can't be read: " in err
 
 
 def test_many_threads_are_not_a_strangers_to_ask_for(run: RunFolder, model: str) -> None:
