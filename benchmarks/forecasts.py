@@ -1,7 +1,7 @@
 """Are a plan's forecasts of memory and time what is measured?
 
-    python benchmarks/forecasts.py            all cases, a process each, as a table
-    python benchmarks/forecasts.py CASE       one case, in this process, as a line of JSON
+    python benchmarks/forecasts.py            # all cases, a process each, as a table
+    python benchmarks/forecasts.py CASE       # one case, in this process, as a line of JSON
 
 A case is one call of a stage of one family, of a size at which it takes 300 MB and more. Memory is
 the most that the process holds above what it held after its imports, as Linux counts it, in a call
@@ -14,9 +14,9 @@ which waiting for other programs doesn't add to.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import json
+import os
 import subprocess
 import sys
 import time
@@ -58,25 +58,44 @@ _MMAP_THRESHOLD, _TRIM_THRESHOLD = -3, -1
 
 def main() -> None:
     """The case that was named, or all of them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    # Not on top, as a test imports this file by its path.
+    from result_pages import compose_page, make_parser, publish, versions_of
+
+    from everyframe.hardware import machine_facts
+
+    parser = make_parser(__doc__)
     parser.add_argument("case", nargs="?", choices=tuple(CASES))
-    if case := parser.parse_args().case:
-        print(json.dumps(measured(case)))
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measured(args.case)))
         return
-    print("| case | memory forecast | measured | ratio | time forecast | measured | ratio |")
-    print("|---|---|---|---|---|---|---|")
-    for name in CASES:
-        done = subprocess.run(
-            [sys.executable, __file__, name], capture_output=True, text=True, check=True
-        )
-        found = json.loads(done.stdout.splitlines()[-1])
-        memory, held = found["forecast_bytes"], found["measured_bytes"]
-        seconds, took = found["forecast_seconds"], found["measured_seconds"]
-        print(
-            f"| {name} | {memory / 1e6:.0f} MB | {held / 1e6:.0f} MB | {memory / held:.2f} "
-            f"| {seconds:.2f} s | {took:.2f} s | {seconds / took:.2f} |",
-            flush=True,
-        )
+    rows = [row(name) for name in CASES]
+    facts = machine_facts("cpu")
+    text = compose_page(
+        "Forecasts of memory and time",
+        f"float32, {NUM_THREADS} thread of {facts.cpu.name}; load at the end "
+        f"{os.getloadavg()[0]:.1f}. Ratios are forecast over measured. Versions: "
+        f"{versions_of(facts)}.",
+        "| case | memory forecast | measured | ratio | time forecast | measured | ratio |\n"
+        "|---|---|---|---|---|---|---|\n" + "\n".join(rows),
+    )
+    publish("forecasts", text, is_page=args.is_page)
+
+
+def row(case: str) -> str:
+    """One case in a process of its own, as a line of the table."""
+    done = subprocess.run(
+        [sys.executable, __file__, case], capture_output=True, text=True, check=True
+    )
+    found = json.loads(done.stdout.splitlines()[-1])
+    memory, held = found["forecast_bytes"], found["measured_bytes"]
+    seconds, took = found["forecast_seconds"], found["measured_seconds"]
+    line = (
+        f"| {case} | {memory / 1e6:.0f} MB | {held / 1e6:.0f} MB | {memory / held:.2f} "
+        f"| {seconds:.2f} s | {took:.2f} s | {seconds / took:.2f} |"
+    )
+    print(line, flush=True)
+    return line
 
 
 def measured(case: str) -> dict[str, float]:

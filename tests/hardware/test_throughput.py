@@ -7,7 +7,9 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 
+import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.hardware.throughput import _convolution, measured_rates, with_fp16_tried
@@ -67,3 +69,16 @@ def test_a_trial_is_short_however_large_the_convolution() -> None:
         # Its weights are large: enough places for them to be worth their reading.
         assert most < operations < 2 * 2048 * 512 * 512 * prod(kernel)
         assert out[0, 0].numel() > 128
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_convolution_is_counted_as_torch_counts_it(is_transposed: bool, groups: int) -> None:
+    """A dry run counts as torch does: a transposed one seemed 4 times as fast, at a stride of 2."""
+    pairs = ((2, 2), (1, 1), (1, 1))
+    options = (*pairs, is_transposed, (0, 0), groups)
+    product = OpShape("convolution", "float32", ((2, 8, 9, 7), (8, 8 // groups, 4, 4)), options)
+    run, operations = _convolution(product, "cpu", 1e9)
+    with FlopCounterMode(display=False) as counter:
+        run()
+    assert operations == counter.get_total_flops()

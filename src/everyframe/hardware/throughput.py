@@ -269,6 +269,7 @@ def _product(product: OpShape, device: str, most: float) -> tuple[Callable[[], o
 
 def _convolution(product: OpShape, device: str, most: float) -> tuple[Callable[[], object], float]:
     import torch
+    from torch.utils.flop_counter import conv_flop_count
 
     given, kernel = list(product.shapes[0]), product.shapes[1]
     each = 2.0 * prod(kernel) * prod(given[2:])
@@ -291,8 +292,8 @@ def _convolution(product: OpShape, device: str, most: float) -> tuple[Callable[[
 
     with torch.inference_mode():
         out = run()
-    per_element = prod(kernel[1:]) if not product.parameters[3] else kernel[0] * prod(kernel[2:])
-    return run, 2.0 * out.numel() * per_element
+    is_transposed = product.parameters[3]
+    return run, float(conv_flop_count(given, list(kernel), list(out.shape), is_transposed))
 
 
 def _attention(product: OpShape, device: str, most: float) -> tuple[Callable[[], object], float]:
