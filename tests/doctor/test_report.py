@@ -54,6 +54,8 @@ def test_what_is_shared_holds_nothing_private() -> None:
     data = {
         "message": "on WINTERMUTE, /home/ada/work/venv/libcublas.so and /Users/bob/x",
         "list": ["canada", "ada"],
+        "details": ["LD_LIBRARY_PATH=/secret/a place:/b", "OMP_NUM_THREADS=1"],
+        "cause": "with LD_PRELOAD=/secret/lib.so and CUBLAS_WORKSPACE_CONFIG=:4096:8 it fails",
         "environment": {
             "LD_LIBRARY_PATH": "/secret/place",
             "EVERYFRAME_RUNS": "/secret/runs",
@@ -64,6 +66,8 @@ def test_what_is_shared_holds_nothing_private() -> None:
     assert shareable(data, private) == {
         "message": "on (host), ~/venv/libcublas.so and ~/x",
         "list": ["canada", "(user)"],
+        "details": ["LD_LIBRARY_PATH=(set)", "OMP_NUM_THREADS=1"],
+        "cause": "with LD_PRELOAD=(set) and CUBLAS_WORKSPACE_CONFIG=:4096:8 it fails",
         "environment": {
             "LD_LIBRARY_PATH": "(set)",
             "EVERYFRAME_RUNS": "(set)",

@@ -133,12 +133,20 @@ def _variable(name: str, value: Any, hidden: Mapping[str, str]) -> Any:
 
 
 def _hide(text: str, hidden: Mapping[str, str]) -> str:
+    # A line of its own may have spaces in its value; within a sentence a value ends at one.
+    text = re.sub(r"^([A-Z][A-Z0-9_]*)=(.+)$|\b([A-Z][A-Z0-9_]*)=(\S+)", _hide_place, text)
     for private, instead in hidden.items():
         # Whole words only: a host called "h" must not remove letters.
         pattern = rf"(?<![\w-]){re.escape(private)}(?![\w-])"
         text = re.sub(pattern, instead.replace("\\", r"\\"), text, flags=re.IGNORECASE)
     # Homes of other users, for example in a library's path.
     return re.sub(r"(/home/|/Users/|\\Users\\)[^/\\\s:]+", r"~", text)
+
+
+def _hide_place(written: re.Match[str]) -> str:
+    """``NAME=(set)`` of a variable that holds a path; any other as it is."""
+    name = written[1] or written[3]
+    return f"{name}=(set)" if _PLACES.search(name) else written[0]
 
 
 def _private() -> dict[str, str]:
