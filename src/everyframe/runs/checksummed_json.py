@@ -47,7 +47,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     try:
         values: dict[str, Any] = json.loads(b"{" + rest)
     except (ValueError, RecursionError) as error:
-        raise CorruptRunError(f"{path} holds no JSON: {error}") from error
+        raise CorruptRunError(f"{path} holds no JSON: {first_line(error)}") from error
     return values
 
 

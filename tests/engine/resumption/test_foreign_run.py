@@ -265,7 +265,7 @@ def test_what_a_stranger_wrote_that_is_no_json_is_one_line(
     assert main(["resume", str(run.path)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
-    assert "run.json can't be read: " in err
+    assert "run.json holds no JSON: " in err
 
 
 def test_many_threads_are_not_a_strangers_to_ask_for(run: RunFolder, model: str) -> None:

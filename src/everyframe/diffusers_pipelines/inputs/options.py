@@ -99,5 +99,5 @@ def _value(text: str) -> Any:
         return _WORDS[text]
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
