@@ -133,6 +133,10 @@ def test_a_second_signal_ends_that_time(tmp_path: Path) -> None:
         (["--api-keys", "/no/such/file"], "the file of keys '/no/such/file' can't be read"),
         (["--models", "no-such-model"], "no-such-model"),
         (["--cors-origin", "*"], "cors-origin must be an exact origin"),
+        (["--max-batch", "0"], "max-batch must be a whole number, 1 or more, got '0'"),
+        (["--max-attempts", "0"], "max-attempts must be a whole number, 1 or more"),
+        (["--allowed-hosts", "a.org:8000"], "allowed-hosts must be a name or an address such as"),
+        (["--allow-url-inputs", "https://a.org"], "allow-url-inputs must be a name or an address"),
     ],
 )
 def test_wrong_flags_are_one_line(

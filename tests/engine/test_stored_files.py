@@ -82,6 +82,16 @@ def test_all_of_a_kind_are_removed_and_no_other(kind: str, disk: Path) -> None:
     assert main(["cache", "remove", kind, "--all", "--yes"]) == 0
 
 
+def test_what_has_nothing_to_remove_says_so_as_json(
+    disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cache", "remove", "runs", "--all", "--yes"]) == 0
+    capsys.readouterr()
+    assert main(["cache", "remove", "runs", "--all", "--json"]) == 0
+    removed = json.loads(capsys.readouterr().out)
+    assert removed == {"type": "removed", "kind": "runs", "names": [], "num_bytes": 0}
+
+
 def test_a_run_in_use_stays(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first, second = listed("runs")
     with_lock = RunFolder(disk / "runs" / first).lock()

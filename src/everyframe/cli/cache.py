@@ -61,11 +61,8 @@ def remove(
     if (name is None) != everything:
         raise InputError(f"give the name of one of the {kind}, or --all for each of them")
     chosen = stored_files.select_entries(place, name)
-    if not chosen:
-        print(f"{kind}: nothing to remove")
-        return int(ExitCode.DONE)
-    what = stored_files.describe_removal(chosen, place)
-    if not yes:
+    what = stored_files.describe_removal(chosen, place) if chosen else ""
+    if what and not yes:
         raise InputError(f"nothing was removed; --yes removes {what}")
     for entry in chosen:
         stored_files.remove_entry(entry)
@@ -74,7 +71,7 @@ def remove(
         print(json_line({"type": "removed", "kind": kind, "names": names,
                          "num_bytes": sum(entry.num_bytes for entry in chosen)}))  # fmt: skip
     else:
-        print(one_line(f"removed {what}"))
+        print(one_line(f"removed {what}") if what else f"{kind}: nothing to remove")
     return int(ExitCode.DONE)
 
 

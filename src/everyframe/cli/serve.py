@@ -109,9 +109,11 @@ def _dispatcher_options(given: Any) -> DispatcherOptions:
     from everyframe.server.dispatch.device_groups import parse_groups
     from everyframe.server.dispatch.dispatcher import DispatcherOptions
 
-    names = ("warm_ahead", "max_attempts", "max_batch")
+    least = {"warm_ahead": 0, "max_attempts": 1, "max_batch": 1}
     counts: Any = {
-        name: _count(given[name], name.replace("_", "-")) for name in names if given.get(name)
+        name: _count(given[name], name.replace("_", "-"), number)
+        for name, number in least.items()
+        if given.get(name) is not None
     }
     return DispatcherOptions(
         groups=parse_groups(given.get("groups")),
@@ -173,9 +175,9 @@ def _port(text: str) -> int:
     return number
 
 
-def _count(text: str, name: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise InputError(f"{name} must be a whole number, 0 or more, got {text!r}")
+def _count(text: str, name: str, least: int = 0) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10 and int(text) >= least):
+        raise InputError(f"{name} must be a whole number, {least} or more, got {text!r}")
     return int(text)
 
 

@@ -183,6 +183,9 @@ class ServerSettings:
                     f"{origin!r}"
                 )
 
+        _check_hosts("allowed-hosts", self.allowed_hosts)
+        _check_hosts("allow-url-inputs", self.url_hosts)
+
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
@@ -200,14 +203,29 @@ class ServerSettings:
         return bool(self.keys) or not self.is_loopback
 
 
+def _check_hosts(flag: str, hosts: Iterable[str]) -> None:
+    """Raise `InputError` for what equals no host's name in a request: one with scheme or port."""
+    for host in hosts:
+        if not (re.fullmatch(r"[\w.-]+", host) or _address(host)):
+            raise InputError(
+                f"{flag} must be a name or an address such as example.org, without scheme and "
+                f"port, got {host!r}"
+            )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
 def is_loopback(host: str) -> bool:
     """Whether a host's name or address is this machine's own."""
     if host.lower() == "localhost":
         return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
+    address = _address(host)
+    return address is not None and address.is_loopback
 
 
 def environment_keys(environment: Mapping[str, str]) -> tuple[ApiKey, ...]:
