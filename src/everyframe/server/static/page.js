@@ -101,7 +101,7 @@ function route() {
     else link.removeAttribute("aria-current");
   }
   if (isMachine && !wasMachine) drawMachine();
-  const id = hash.startsWith("#/video/") ? decodeURIComponent(hash.slice("#/video/".length)) : "";
+  const id = hash.startsWith("#/video/") ? hash.slice("#/video/".length) : ""; // letters and digits
   const video = videos.get(id);
   if (id && !video && videos.isLoaded && id !== lookedFor) {
     lookedFor = id; // older than those that are listed, or deleted

@@ -6,6 +6,9 @@
 /** As `MOST_RECORD_BYTES` of `everyframe/media/limits.py`. */
 const MOST_BYTES = 16 * 2 ** 20;
 
+/** Options that hold a picture or a video; a mask and a control may be words too. */
+export const FILES = ["image", "last_image", "extend", "source", "mask", "control"];
+
 /** The way to the comment: FFmpeg and Apple nest it so. */
 const PATH = ["moov", "udta", "meta", "ilst", "\u00a9cmt", "data"];
 /** Bytes between a box's header and what it holds: version and flags; a data box's type, locale. */
@@ -83,7 +86,8 @@ export function settingsOf(record) {
   const values = { prompt: prompt ?? record.settings?.prompt, model: record.model?.name, ...asked };
   values.seed ??= record.settings?.seed;
   const notes = [];
-  for (const name of ["image", "last_image", "extend", "latents"]) {
+  for (const name of [...FILES, "latents"]) {
+    if (typeof values[name] === "string") continue; // a word, which no picture is needed for
     if (values[name]?.file) notes.push(`it began with ${values[name].file}: add it again`);
     else if (values[name]) notes.push(`its ${name.replace("_", " ")} has no name: add it again`);
     delete values[name];

@@ -1,9 +1,10 @@
 /** A video's request as a command, as Python and as a call of the API. */
 
 import { address } from "./api.js";
+import { FILES } from "./record.js";
 
-/** Fields that are no option, or that `seed` below already has. */
-const NO_OPTION = new Set(["prompt", "seed", "image", "last_image", "extend"]);
+/** Fields that have a place of their own below. */
+const PLACED = new Set(["prompt", "seed"]);
 
 /** @typedef {"Command" | "Python" | "curl"} Kind */
 /** @type {Kind[]} */
@@ -23,11 +24,15 @@ export function requestOf(video) {
  * @param {import("./videos.js").Video} video
  */
 export function snippet(kind, video) {
-  const request = requestOf(video);
-  const options = Object.entries(request).filter(([name, value]) => !NO_OPTION.has(name) && value !== null && value !== undefined);
+  const whole = requestOf(video);
+  // Of a picture or video that was sent along, the server tells that it was there, and no more.
+  const request = Object.fromEntries(Object.entries(whole).filter(([name, value]) => !(FILES.includes(name) && value === true)));
+  const options = Object.entries(request).filter(([name, value]) => !PLACED.has(name) && value !== null && value !== undefined);
   if (kind === "Command") {
     const flags = options.flatMap(([name, value]) => flagsOf(name, value));
-    return ["everyframe generate", quote(request.prompt ?? ""), ...flags, `--seed ${request.seed}`].join(" ");
+    const prompt = request.prompt ?? "";
+    const placed = prompt.startsWith("-") ? flagsOf("prompt", prompt) : [quote(prompt)];
+    return ["everyframe generate", ...placed, ...flags, `--seed ${request.seed}`].join(" ");
   }
   if (kind === "Python") {
     const values = options.map(([name, value]) => `${name}=${python(value)}`);
@@ -44,10 +49,11 @@ export function snippet(kind, video) {
 function flagsOf(name, value) {
   const flag = `--${name.replaceAll("_", "-")}`;
   if (value === true) return [flag];
-  if (value === false) return [flag.replace("--", "--no-")];
+  if (value === false) return [`${flag}=false`];
   if (Array.isArray(value)) return value.flatMap((each) => flagsOf(name, each));
   if (typeof value === "object") return Object.entries(value).map(([key, each]) => `${flag} ${quote(`${key}=${each}`)}`);
-  return [`${flag} ${quote(String(value))}`];
+  const text = String(value);
+  return [text.startsWith("-") ? `${flag}=${quote(text)}` : `${flag} ${quote(text)}`]; // else it is read as a flag
 }
 
 /**
