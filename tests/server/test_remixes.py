@@ -1,7 +1,8 @@
-"""Remixes after the server was started with other models and LoRAs."""
+"""Jobs made from another video: remixes, also after a start with other models, and extensions."""
 
 from __future__ import annotations
 
+import base64
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
 from everyframe.server.queue.jobs import NewJob
-from helpers.server_app import ServedApp
+from helpers.server_app import ServedApp, mp4
 
 PROMPT = "a red circle"
 
@@ -64,3 +65,12 @@ def test_a_lora_that_is_withdrawn_makes_no_remix(tmp_path: Path) -> None:
         assert (error["param"], "'style'" in error["message"]) == ("loras", True)
         without = remix(app, {"loras": [lora]}, loras=[])
         assert without.json()["request"].get("loras", []) == []
+
+
+@pytest.mark.parametrize("name", ["video", "extend", "video_url", "video_reference"])
+def test_an_extension_takes_its_video_by_any_of_its_names(tmp_path: Path, name: str) -> None:
+    url = f"data:video/mp4;base64,{base64.b64encode(mp4(seconds=1)).decode()}"
+    with ServedApp(tmp_path / "server") as app:
+        body = {"prompt": PROMPT, name: url}
+        answer = app.client.post("/v1/videos/extensions", json=body)
+        assert (answer.status_code, answer.json()["request"]["extend"]) == (200, True)

@@ -16,6 +16,7 @@ pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.errors import ApiError
 from everyframe.server.machine import CachedResult
+from everyframe.server.queue.jobs import NewJob
 from helpers.fake_executor import FakeExecutor
 from helpers.server_app import ServedApp
 
@@ -87,6 +88,18 @@ def test_a_data_folder_that_was_moved_is_a_reason(app: ServedApp) -> None:
 def test_a_server_that_shuts_down_is_not_ready(app: ServedApp) -> None:
     app.context.begin_drain()
     assert reasons(app) == {"draining": "the server shuts down"}
+
+
+def test_a_long_queue_begins_with_what_runs_and_what_is_next(app: ServedApp) -> None:
+    """However many older jobs wait behind them."""
+    jobs = app.store.add_all([NewJob({"prompt": "a"}) for _ in range(120)])
+    (second,) = app.store.add_all([NewJob({"prompt": "a"}, priority=1)])
+    (first,) = app.store.add_all([NewJob({"prompt": "a"}, priority=2)])
+    assert app.store.claim("default").id == first.id
+    queue = app.client.get("/v1/queue").json()
+    assert queue["counts"]["queued"] == 121
+    shown = [row["id"] for row in queue["data"]]
+    assert shown == [first.id, second.id, *(job.id for job in jobs[:98])]
 
 
 class Patient:

@@ -41,7 +41,7 @@ NETWORK_FILE_SYSTEMS = frozenset({
     "ncpfs", "nfs", "nfs4", "smb2", "smb3", "smbfs",
 })  # fmt: skip
 
-#: Options that hold a picture or a video: what may be an upload, a data URL or the id of a video.
+#: Options that hold a picture or a video: what may be an upload, a data URL or an allowed URL.
 MEDIA: Mapping[str, str] = {
     "image": "picture", "last_image": "picture", "extend": "video",
     "source": "picture or video", "mask": "picture or video", "control": "picture or video",

@@ -46,7 +46,7 @@ def snippet(tmp_path: Path, kind: str, **video: Any) -> str:
 
 @pytest.mark.parametrize(
     "prompt",
-    ["a red circle", "-o /tmp/elsewhere.mp4", "--output=elsewhere.mp4", "-", "it's $HOME `id`"],
+    ["a red circle", "-o /tmp/elsewhere.mp4", "--output=elsewhere.mp4", "it's $HOME `id`"],
 )
 def test_a_command_has_the_prompt_as_a_prompt(tmp_path: Path, prompt: str) -> None:
     """Also one that somebody wrote like a flag: nothing of it is read as an option."""

@@ -71,7 +71,11 @@ def _fields_schema() -> dict[str, Any]:
     }
     properties |= {
         "input_reference": {"description": "The same as image.", **_media("picture")},
-        "video": {"description": "The same as extend.", **_media("video")},
+        "video": {
+            "description": "The same as extend; for extensions and edits also an object with the "
+            "id of a video of this server.",
+            **_media("video"),
+        },
         "output_format": {"enum": [*FORMATS]},
         **{name: {"description": "Of diffusers pipelines."} for name in PIPELINE_FIELDS},
         "priority": {"type": "integer", "description": "Higher goes first; above 0 for admins."},
@@ -111,7 +115,7 @@ def _media(kind: str) -> dict[str, Any]:
         "oneOf": [
             {"type": "string", "format": "binary", "description": f"A {kind} in a multipart body."},
             {"type": "string", "description": "A data URL; others where the server allows hosts."},
-            {"type": "object", "description": "An object with a URL, or with the id of a video."},
+            {"type": "object", "description": "An object with a URL."},
         ]
     }
 

@@ -35,11 +35,9 @@ async def show_queue(context: Context, caller: Caller) -> Any:
 
     def found() -> dict[str, Any]:
         store = context.store
-        jobs = store.list(
-            limit=_SHOWN, order="asc", statuses=("in_progress", "queued"), owner=caller.owner
-        )
+        jobs = store.list(limit=-1, statuses=("in_progress", "queued"), owner=caller.owner)
         jobs.sort(key=lambda job: (job.status == "queued", -job.priority, job.seq))
-        rows = [video_resource(job, store.queue_position(job)) for job in jobs]
+        rows = [video_resource(job, store.queue_position(job)) for job in jobs[:_SHOWN]]
         return {"object": "queue", "counts": store.count(caller.owner), "data": rows,
                 "is_draining": context.is_draining}  # fmt: skip
 

@@ -20,6 +20,7 @@ from everyframe.server.http.resources import (
 )
 from everyframe.server.queue.jobs import RETRIED, Job
 from everyframe.server.requests.body import Body
+from everyframe.server.requests.client_fields import OTHER_NAMES
 
 router = APIRouter(prefix="/v1/videos", tags=["videos"])
 
@@ -163,7 +164,7 @@ async def _of_video(
     request: Request, context: ServerContext, caller: Caller, body: Body
 ) -> JSONResponse:
     """Create a job that begins with a video."""
-    if "video" not in body.fields and "video" not in body.files and "extend" not in body.files:
+    if not any(OTHER_NAMES.get(name, name) == "extend" for name in (*body.fields, *body.files)):
         raise ApiError(
             "missing_required_parameter", "video is missing; send a file, or an id", "video"
         )
