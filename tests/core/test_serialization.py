@@ -78,3 +78,13 @@ def test_only_our_own_data_is_made(name: str) -> None:
 def test_what_nobody_wrote_is_corrupt(data: Any) -> None:
     with pytest.raises(CorruptRunError, match="the saved data can't be read"):
         from_jsonable({"plan": data})
+
+
+@pytest.mark.parametrize("text", ["1e999999999", "1/0", "24/1/2", "0.5", 3])
+def test_a_fraction_is_two_whole_numbers(text: Any) -> None:
+    """A small file may not take hours to be read."""
+    plain = to_jsonable(Fraction(24000, 1001))
+    assert from_jsonable(plain) == Fraction(24000, 1001)
+    assert from_jsonable(to_jsonable(Fraction(24))) == 24
+    with pytest.raises(CorruptRunError, match="can't be read"):
+        from_jsonable({**plain, "text": text})

@@ -117,7 +117,8 @@ def _rebuild(data: Any, fetch: Fetch) -> Any:
     if mark == "path":
         return Path(data["text"])
     if mark == "fraction":
-        return Fraction(data["text"])
+        # Of two whole numbers, as it is written: one with an exponent may take hours to be read.
+        return Fraction(*map(int, data["text"].split("/")))
     if mark == "object":
         values = {key: _rebuild(each, fetch) for key, each in data["fields"].items()}
         return _class(data["class"])(**values)

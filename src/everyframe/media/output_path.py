@@ -35,6 +35,8 @@ _MAX_FPS = 1000
 # Browsers play gif frames shorter than 2/100 s five times too slowly; webp counts milliseconds.
 _MAX_FPS_GIF = 50
 _MAX_SIDE_WEBP = 16383
+# What a record says may have any exponent, and a large one takes hours to be read exactly.
+_SHORT_NUMBER = re.compile(r"[^eE]{1,64}([eE][+-]?\d{1,2})?")
 _MAX_SLUG = 60
 
 
@@ -75,6 +77,8 @@ def exact_fps(fps: Fraction | float | str) -> Fraction:
     """
     try:
         if isinstance(fps, float) and not math.isfinite(fps):
+            raise ValueError
+        if isinstance(fps, str) and not _SHORT_NUMBER.fullmatch(fps):
             raise ValueError
         exact = Fraction(fps)
     except (ValueError, TypeError, ZeroDivisionError):
