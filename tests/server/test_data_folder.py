@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -155,3 +157,23 @@ def test_a_file_that_goes_meanwhile_keeps_no_other(folder: DataFolder) -> None:
     gone.symlink_to(folder.inputs / "nothing")  # whose state can't be read, as of a deleted file
     folder.remove_inputs((), before=old.stat().st_mtime + 1)
     assert not old.exists()
+
+
+def test_an_upload_that_is_sent_again_while_old_ones_are_deleted_stays(
+    folder: DataFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = folder.path / folder.add_input(b"1", "png")
+    os.utime(place, (0, 0))
+    renew = os.utime
+
+    def late(path: Path) -> None:
+        """It was there, and somebody deletes what is old before its age is renewed."""
+        deleting.start()
+        deleting.join(0.2)
+        renew(path)
+
+    deleting = threading.Thread(target=folder.remove_inputs, args=((), place.stat().st_mtime + 9))
+    monkeypatch.setattr(data_folder.os, "utime", late)
+    folder.add_input(b"1", "png")
+    deleting.join()
+    assert place.read_bytes() == b"1"

@@ -18,6 +18,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -52,6 +53,8 @@ _INPUT = re.compile(r"inputs/[0-9a-f]{64}\.[a-z0-9]{1,8}")
 _ENDING = re.compile(r"[a-z0-9]{1,8}")
 #: Threads that wait for the disk; they begin with the first finished job.
 _FLUSHING = ThreadPoolExecutor(8, "files to disk")
+#: Held while the age of an upload is looked at or renewed: one that is sent again stays.
+_DELETING = threading.Lock()
 _DATABASE = "jobs.sqlite"
 _PARTIAL = ".partial"
 _FIELDS = "job.json"
@@ -181,7 +184,8 @@ class DataFolder:
         for place in self.inputs.iterdir():
             if f"{self.inputs.name}/{place.name}" in used:
                 continue
-            with suppress(FileNotFoundError):  # an archive that was sent, and is deleted with that
+            # An archive that was sent is deleted with that.
+            with _DELETING, suppress(FileNotFoundError):
                 if place.stat().st_mtime < before:
                     place.unlink()
 
@@ -200,10 +204,12 @@ class DataFolder:
             raise InputError(f"an input's ending must be letters and digits, got {ending!r}")
         name = f"{hashlib.sha256(data).hexdigest()}.{ending}"
         place = self.inputs / name
-        if not place.exists():
+        with _DELETING:
+            is_new = not place.exists()
+            if not is_new:
+                os.utime(place)  # its age counts from its last use
+        if is_new:
             replace_file(place, data, is_durable=True)
-        # The age of an upload counts from its last use.
-        os.utime(place)
         return f"{self.inputs.name}/{name}"
 
     def request_of(self, options: Mapping[str, Any]) -> Request:
