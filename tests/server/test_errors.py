@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import base64
+import time
 from pathlib import Path
 
 import pytest
@@ -10,10 +12,52 @@ import pytest
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
 import everyframe.server
-from everyframe.core.errors import CannotRunError, EveryframeError, QueueFullError, StoreError
+from everyframe.core.errors import (
+    CannotRunError,
+    EveryframeError,
+    MediaError,
+    NumericsError,
+    QueueFullError,
+    StoreError,
+    WorkerDiedError,
+)
+from everyframe.core.plan import Plan
+from everyframe.core.request import Request
 from everyframe.server.errors import CODES, ApiError, api_error, param_of
+from helpers.fake_executor import FakeExecutor
+from helpers.server_app import ServedApp, png
 
 SOURCES = sorted(Path(everyframe.server.__file__).parent.rglob("*.py"))
+
+
+class PathsExecutor(FakeExecutor):
+    """Names the upload by its path, as a worker does that can't read it."""
+
+    def plan(self, request: Request) -> Plan:
+        if request.prompt == "a red square":
+            raise MediaError(f"image {request.image!r} can't be read to its end")
+        return super().plan(request)
+
+
+def test_clients_learn_no_path_of_the_data_folder(tmp_path: Path) -> None:
+    """Neither by the answer to a request nor by the error of a job."""
+    with ServedApp(tmp_path / "server", PathsExecutor()) as app:
+        place = str(app.folder.path)
+        url = f"data:image/png;base64,{base64.b64encode(png()).decode()}"
+        body = {"prompt": "a red square", "image": url, "model": "shapes"}
+        answer = app.client.post("/v1/videos", json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("image 'DATA/inputs/")
+        app.executor.failures = [(1, WorkerDiedError(place)), (1, NumericsError(f"{place}/x"))]
+        app.dispatcher.start()
+        job = app.client.post("/v1/videos", json={"prompt": "a red circle"}).json()["id"]
+        ends = time.monotonic() + 10
+        while app.store.get(job).status != "failed":
+            assert time.monotonic() < ends
+            time.sleep(0.02)
+        shown = app.client.get(f"/v1/videos/{job}")
+        assert shown.json()["error"]["message"] == "DATA/x"
+        assert place not in shown.text
 
 
 def codes_in(source: str) -> set[str]:

@@ -224,6 +224,10 @@ class DataFolder:
         }
         return Request(**{**options, **uploads})
 
+    def without_place(self, text: str) -> str:
+        """A message for clients, who learn no path of this machine: ``DATA`` is the folder."""
+        return text.replace(str(self.path), "DATA")
+
     def free_bytes(self) -> int:
         """Room on the disk of the folder, in bytes."""
         return shutil.disk_usage(self.path).free

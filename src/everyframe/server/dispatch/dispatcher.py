@@ -347,14 +347,17 @@ class Dispatcher:
         attempts = 1 if attempt.has_advanced else job.attempts
         if attempts < self._options.max_attempts and self._can_repeat(attempt, error):
             _log.warning("%s is tried again (attempt %d failed): %s", job.id, attempts, error)
-            fields = attempt.fields(f"an attempt failed: {message_of(error)}")
+            fields = attempt.fields(f"an attempt failed: {self._message_of(error)}")
             self._persist(lambda: self._store.requeue(
                 job.id, counts_attempt=True, cause=code_of(error), attempts=attempts,
                 **fields))  # fmt: skip
             return
         _log.error("%s failed: %s", job.id, error, exc_info=not isinstance(error, EveryframeError))
-        data = {"code": code_of(error), "message": message_of(error)}
+        data = {"code": code_of(error), "message": self._message_of(error)}
         self._persist(lambda: self._store.finish(job.id, "failed", error=data, **fields))
+
+    def _message_of(self, error: Exception) -> str:
+        return self._store.folder.without_place(message_of(error))
 
     def _can_repeat(self, attempt: Attempt, error: Exception) -> bool:
         """Whether another attempt may succeed; prepares that attempt."""

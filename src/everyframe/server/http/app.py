@@ -118,7 +118,9 @@ def _add_error_handlers(app: FastAPI) -> None:
     """Answer every error in the envelope of `errors.py`."""
 
     async def of_api(request: Request, error: Any) -> JSONResponse:
-        return JSONResponse(error.to_json(), error.status, error.headers)
+        found, context = error.to_json(), request.app.state.context
+        found["error"]["message"] = context.folder.without_place(found["error"]["message"])
+        return JSONResponse(found, error.status, error.headers)
 
     async def of_library(request: Request, error: Any) -> JSONResponse:
         return await of_api(request, api_error(error))

@@ -145,10 +145,8 @@ def _reasons(context: ServerContext) -> list[ReadinessReason]:
     paused = context.dispatcher.paused_groups
     if len(paused) == len(context.dispatcher.groups):
         found["groups_paused"] = f"the devices of {', '.join(paused)} do not work; jobs wait"
-    # Anybody may ask, also without a key, and learns no path of this machine.
-    own = str(context.folder.path)
     return [
-        ReadinessReason(code=code, message=text.replace(own, "DATA"))
+        ReadinessReason(code=code, message=context.folder.without_place(text))
         for code, text in found.items()
     ]
 
