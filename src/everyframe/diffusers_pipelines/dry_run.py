@@ -28,6 +28,7 @@ from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.plan import Settings
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.calls.call import all_blocks, attributes_kept, no_progress_bars
+from everyframe.diffusers_pipelines.calls.call_outputs import size_of
 from everyframe.diffusers_pipelines.calls.digests import digest_call
 from everyframe.diffusers_pipelines.files.checkpoint import PipelineFiles
 from everyframe.diffusers_pipelines.files.component_classes import component_class, empty_component
@@ -36,7 +37,6 @@ from everyframe.diffusers_pipelines.inputs import defaults
 from everyframe.diffusers_pipelines.inputs.clip_continuation import OPTION
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.diffusers_pipelines.inputs.image_forms import Form, blank, sides_of
-from everyframe.diffusers_pipelines.inputs.media import size_of
 from everyframe.diffusers_pipelines.inputs.schedule import has_schedule
 from everyframe.diffusers_pipelines.inputs.signature import CallSignature
 from everyframe.diffusers_pipelines.library_patches import quiet_libraries, stand_in_accepted

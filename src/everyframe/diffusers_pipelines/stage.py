@@ -24,6 +24,14 @@ from everyframe.core.plan import Plan, Settings
 from everyframe.diffusers_pipelines.call_arguments import arguments
 from everyframe.diffusers_pipelines.calls.call import no_progress_bars
 from everyframe.diffusers_pipelines.calls.call_errors import beyond_memory, explained
+from everyframe.diffusers_pipelines.calls.call_outputs import (
+    Array,
+    beyond_range,
+    check_finite,
+    frames_of,
+    num_videos_of,
+    sound_of,
+)
 from everyframe.diffusers_pipelines.calls.call_results import CallOutOfMemory, Made, generators_in
 from everyframe.diffusers_pipelines.calls.call_thread import Calling, run_in_thread
 from everyframe.diffusers_pipelines.calls.compiled_calls import hooks_around_graphs
@@ -49,14 +57,6 @@ from everyframe.diffusers_pipelines.guarded_calls import GuardedCallHooks
 from everyframe.diffusers_pipelines.inputs import call_options
 from everyframe.diffusers_pipelines.inputs.defaults import denoisers
 from everyframe.diffusers_pipelines.inputs.image_forms import call_with_pictures, to_rgb
-from everyframe.diffusers_pipelines.inputs.media import (
-    Array,
-    beyond_range,
-    check_finite,
-    frames_of,
-    num_videos_of,
-    sound_of,
-)
 from everyframe.diffusers_pipelines.inputs.signature import CallSignature
 from everyframe.diffusers_pipelines.library_patches import float32_noise, quietly
 from everyframe.diffusers_pipelines.loading import load, set_guidance

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from everyframe.diffusers_pipelines.calls.call_outputs import Array
 from everyframe.diffusers_pipelines.files.components import STAGE
-from everyframe.diffusers_pipelines.inputs.media import Array
 
 
 @dataclass(frozen=True)

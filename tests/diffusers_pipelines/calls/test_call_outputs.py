@@ -11,7 +11,13 @@ import torch
 from PIL import Image
 
 from everyframe.core.errors import CheckpointError, EveryframeError
-from everyframe.diffusers_pipelines.inputs.media import beyond_range, frames_of, size_of, sound_of
+from everyframe.diffusers_pipelines.calls.call_outputs import (
+    beyond_range,
+    frames_of,
+    num_videos_of,
+    size_of,
+    sound_of,
+)
 
 FRAMES = np.random.default_rng(0).random((4, 5, 6, 3)).astype(np.float32)
 TCHW = torch.from_numpy(FRAMES).permute(0, 3, 1, 2)
@@ -50,6 +56,36 @@ def test_pictures_stay_8_bits(given: Any) -> None:
     frames = frames_of(SimpleNamespace(frames=given))
     assert frames.dtype == np.uint8
     assert np.array_equal(frames, np.stack([np.asarray(each) for each in PICTURES]))
+
+
+def test_a_tensor_of_bytes_stays_8_bits() -> None:
+    """It was taken for light 255 times as bright as white."""
+    wanted = np.stack([np.asarray(each) for each in PICTURES])
+    tensor = torch.from_numpy(wanted).permute(0, 3, 1, 2)
+    for given in (tensor[None], tensor.transpose(0, 1)[None], [tensor]):
+        frames = frames_of(SimpleNamespace(frames=given))
+        assert frames.dtype == np.uint8
+        assert np.array_equal(frames, wanted)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        "frames", np.zeros((4, 4)), FRAMES[None, ..., :1],
+        [[each.convert("L") for each in PICTURES]],
+        [[PICTURES[0], Image.new("RGB", (8, 9))]], torch.zeros(4, 5, 6),
+    ],
+    ids=["text", "matrix", "one channel", "grey", "two sizes", "a tensor of three axes"],
+)  # fmt: skip
+def test_what_is_no_video_is_refused(given: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"must return pictures \(H, W, 3\) of one size"):
+        frames_of(SimpleNamespace(frames=given))
+
+
+def test_no_videos_are_no_frames() -> None:
+    with pytest.raises(EveryframeError, match="a video without frames"):
+        frames_of(SimpleNamespace(frames=[]))
+    assert num_videos_of(SimpleNamespace(frames=[])) == 1
 
 
 def test_three_frames_are_not_taken_for_channels() -> None:
