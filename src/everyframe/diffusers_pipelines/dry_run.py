@@ -217,11 +217,9 @@ class PipelineDryRun:
         parallel = parallel or ONE
         experts = len(denoisers([part.name for part in self.files.models]))
         few = self._few(settings, experts)
-        repeats = 1.0  # where no number makes steps fewer, all of them are run dry
-        if self.interface.name_of("num_inference_steps") is not None:
-            steps, run_dry = settings.num_inference_steps, few.num_inference_steps
-            made = self._num_made(settings.num_denoiser_calls) + self._num_more(steps)
-            repeats = made / (self._num_made(run_dry) + self._num_more(run_dry, is_dry=True))
+        steps, run_dry = settings.num_inference_steps, few.num_inference_steps
+        made = self._num_made(settings.num_denoiser_calls) + self._num_more(steps)
+        repeats = made / (self._num_made(run_dry) + self._num_more(run_dry, is_dry=True))
         rank = (
             parallel.video_group.rank,
             parallel.video_group.weights,
@@ -250,12 +248,18 @@ class PipelineDryRun:
             if not (_is_tiled(settings) and part.name == "vae")
         )
 
+    @property
+    def _has_fixed_steps(self) -> bool:
+        """Whether no number makes its steps fewer, so that all of them are run dry."""
+        takes_number = self.interface.name_of("num_inference_steps") is not None
+        return self.interface.has_fixed_steps or not takes_number or has_schedule(self.own)
+
     def _few(self, settings: Settings, least: int) -> Settings:
         """The same settings with as few steps as possible, but at least `least`."""
         own = defaults.of(defaults.FEWEST_STEPS, self.interface.class_name) or 1
         fewest = max(least, own)
         steps = settings.num_inference_steps
-        if not (self.interface.has_fixed_steps or has_schedule(self.own)):
+        if not self._has_fixed_steps:
             steps = min(ceil(fewest / self._part_of_steps) + self._steps_fewer, steps)
         height, width = settings.conditioned_size
         conditioned = replace(

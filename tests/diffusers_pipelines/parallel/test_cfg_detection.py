@@ -56,14 +56,14 @@ Call = Callable[[nn.Module, nn.Module, bool], object]
 TEXT = torch.zeros(1, dtype=torch.long)
 
 
-def asks(call: Call, *, is_guided: bool = True) -> CfgBranches:
-    """What is found of a pipeline of which that is a step."""
+def asks(call: Call, *, is_guided: bool = True, num_steps: int = 1) -> CfgBranches:
+    """What is found of a pipeline whose call that is."""
 
     def see(guided: bool) -> ObservedCalls:
         modules = {"transformer": Denoiser(), "text_encoder": Encoder()}
         return observe_calls(modules, lambda: call(*modules.values(), guided))
 
-    return find_cfg_branches(see, is_guided=is_guided, num_steps=1)
+    return find_cfg_branches(see, is_guided=is_guided, num_steps=num_steps)
 
 
 def noise(batch: int = 1) -> Tensor:
@@ -132,6 +132,22 @@ def test_branches_of_several_calls_are_those_that_nobody_looks_between() -> None
     branches = asks(in_turn)
     assert (branches.count, branches.is_together, branches.num_calls) == (2, False, 2)
     assert branches.form == pytree.tree_flatten((0,))[1]
+
+
+@pytest.mark.parametrize("can_be_followed", [True, False])
+def test_calls_of_a_step_are_counted_in_a_call_of_several(can_be_followed: bool) -> None:
+    """As where a schedule is given; a dry run may stop before the second step."""
+
+    def steps(denoise: nn.Module, encode: nn.Module, guided: bool) -> object:
+        text, x = encode(TEXT.to("meta")), noise()
+        for _ in range(3):
+            one, other = (denoise(x, text, torch.zeros(1))[0] for _ in range(2))
+            x = other + 5 * (one - other)
+            if not can_be_followed:
+                raise ValueError("no scheduler knows that")
+        return x
+
+    assert asks(steps, num_steps=3).num_calls == 2
 
 
 @pytest.mark.parametrize(

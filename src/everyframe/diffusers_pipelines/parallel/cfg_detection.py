@@ -105,7 +105,8 @@ def find_cfg_branches(
     if not seen.calls:
         message = f" ({seen.stopped})" if seen.stopped else ""
         return CfgBranches(why=f"no dry run can follow its call to its denoiser's answer{message}")
-    first, num_calls = seen.calls[0], -(-len(seen.calls) // num_steps)
+    # It stops in its first step, or as the second begins: nothing casts what a scheduler makes.
+    first, num_calls = seen.calls[0], -(-len(seen.calls) // (1 if seen.stopped else num_steps))
     whole = CfgBranches(answer=first.answer, form=first.form, num_calls=num_calls)
     if seen.in_parts:
         why = f"parts of its {seen.in_parts} are called by themselves, so one device can't encode"
