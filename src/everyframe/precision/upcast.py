@@ -66,6 +66,8 @@ class Upcast:
         self._before: list[tuple[nn.Parameter, torch.dtype, Tensor | None]] = []
         self._handles: list[RemovableHandle] = []
         self._casts = _CastsOff()
+        self._module = module
+        _leave_device(module)
         try:
             for parameter in module.parameters():
                 if is_below(parameter.dtype, dtype):
@@ -97,11 +99,23 @@ class Upcast:
         for handle in self._handles:
             handle.remove()
         self._casts.leave()
+        _leave_device(self._module)
         for parameter, dtype, kept in self._before:
             data = parameter.data if kept is None else kept.to(parameter.device)
             parameter.data = data.to(dtype)
             _set_rungs(parameter, _rungs(parameter)[:-1])
         self._before = []
+
+
+def _leave_device(module: nn.Module) -> None:
+    """Let a module that is on a device for a while leave it: it has its own parameters then.
+
+    Those on the device are copies of them, and the next call makes new ones.
+    """
+    for hook in module._forward_pre_hooks.values():
+        leave = getattr(hook, "leave_device", None)
+        if leave is not None:
+            leave()
 
 
 def held_in(tensor: Tensor) -> torch.dtype:

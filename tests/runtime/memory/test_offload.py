@@ -20,7 +20,7 @@ from everyframe.checkpoints.key_map import KeyMap
 from everyframe.core.errors import CheckpointError
 from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.precision import cast_hooks
-from everyframe.precision.upcast import Upcast
+from everyframe.precision.upcast import Upcast, held_in
 from everyframe.runtime.loading import load_component
 from everyframe.runtime.memory import offload
 from everyframe.runtime.memory.prefetch import LocalWeightsProvider
@@ -245,6 +245,27 @@ def test_what_is_raised_while_it_waits_comes_raised(tmp_path: Path) -> None:
         wide.append(seen[0])
     # The file has more digits, and raising brings none back.
     assert torch.equal(wide[0], wide[1])
+
+
+def test_what_is_raised_while_it_is_on_the_device_is_raised_at_its_next_turn_too() -> None:
+    """Two experts that take turns: the copy of one is freed when the other is called."""
+    torch.manual_seed(0)
+    one, other = (nn.Linear(8, 8).half().requires_grad_(False) for _ in range(2))
+    wanted, x = [each.clone() for each in one.parameters()], torch.randn(2, 8).half()
+    turns = offload.take_turns([one, other], "cpu")
+    for _ in range(2):
+        one(x)
+        raised = Upcast(one, torch.float32)
+        for _ in range(2):
+            assert (one(x).dtype, held_in(one.weight)) == (torch.float32, torch.float16)
+            other(x)
+        one(x)
+        raised.undo()
+        assert one(x).dtype == torch.float16
+        other(x)
+    assert all(map(torch.equal, one.parameters(), wanted))
+    turns.remove()
+    assert all(map(torch.equal, one.parameters(), wanted))
 
 
 def test_the_next_part_is_on_its_way_while_one_computes() -> None:

@@ -269,6 +269,7 @@ class ModelOffload:
                 self._come(owner())
 
         vars(come)["moves_weights"] = True  # see `fast_paths.compilation.block_state`
+        vars(come)["leave_device"] = self._leave  # see `precision.upcast`
         return come
 
     def _come(self, module: nn.Module | None) -> None:
@@ -297,5 +298,4 @@ def take_turns(modules: Iterable[nn.Module], device: str | torch.device) -> Mode
 
 def _move(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
     """Copy a parameter to the device, even if that is the host, because it is freed afterwards."""
-    copy = torch.empty_like(parameter, device=device).copy_(parameter)
-    return nn.Parameter(copy, requires_grad=False)
+    return _for(parameter, torch.empty_like(parameter, device=device).copy_(parameter))
