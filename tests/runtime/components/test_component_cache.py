@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from everyframe.core.events import Event, Repaired, Step
+from everyframe.core.plan import ComponentPlan, Precision
 from everyframe.runtime.components import component_cache
-from everyframe.runtime.components.component_cache import ComponentCache, _Entry
+from everyframe.runtime.components.component_cache import CachedComponents, ComponentCache, _Entry
 from everyframe.runtime.components.component_state import ComponentState
+from helpers.guard_modules import plan
 
 #: Bytes of each component here, and of what each prompt is encoded to.
 SIZE = 4096
@@ -62,3 +66,31 @@ def test_prompts_that_were_not_asked_for_longest_go_first(monkeypatch: pytest.Mo
     assert cache.num_bytes() == {"cpu": 2 * SIZE}
     cache.clear()
     assert cache.find_encoded("a") is None
+
+
+def repaired(component: str, cause: str = "range") -> Repaired:
+    return Repaired("text", 1, component, "", "", cause, "float16", "", "float32", "")
+
+
+@pytest.mark.parametrize(
+    ("event", "stays"),
+    [
+        (Step("text", 1, 1, 0, 0.0), True),
+        (repaired("denoiser"), True),
+        (repaired("text_encoder"), False),
+        (repaired("", "memory"), False),
+    ],
+)
+def test_what_a_changed_component_encoded_does_not_stay(event: Event, stays: bool) -> None:
+    """Its stage says so as it computes, before it has results."""
+    part = ComponentPlan(
+        "text_encoder", "", "text", "", 1, "cpu", Precision("float16", "float16"), 4, 0
+    )
+    run = CachedComponents(ComponentCache(), replace(plan(), components=(part,)), "model", ())
+    stage = object()
+    with run.during_stage():
+        key, _ = run.find_encoded("text_encoder", stage, "a fox")
+        run.component("text_encoder", lambda: nn.Linear(1, 1), lambda *_: False)
+        run.note(event)
+        run.keep_encoded(key, "text_encoder", [torch.ones(1)])
+    assert (run.find_encoded("text_encoder", stage, "a fox")[1] is not None) == stays

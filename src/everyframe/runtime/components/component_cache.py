@@ -366,8 +366,8 @@ class CachedComponents(WarmComponents):
         return whole, self.cache.find_encoded(whole)
 
     def keep_encoded(self, key: Hashable, component: str, results: Any) -> None:
-        """See `WarmComponents`."""
-        if key is not None:
+        """See `WarmComponents`; what a component made that was changed meanwhile is dropped."""
+        if key is not None and component in self._lent:
             self._pending[key] = (component, results)
 
     def _key(self, name: str) -> _Key | None:
