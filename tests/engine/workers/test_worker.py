@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from queue import SimpleQueue
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +15,7 @@ from everyframe.core.parallel_plan import ParallelPlan, RankPlan
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
 from everyframe.engine.workers import worker
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.hardware import memory
 from helpers.fake_engine import plan_of
 
@@ -56,3 +59,21 @@ def test_freed_memory_is_kept_while_a_cpu_with_room_denoises(
     empty.reset_mock()
     [*worker._record(iter([ComponentLoaded("denoiser", 1.0)]), Mock(), Mock())]
     assert empty.called
+
+
+def test_freed_memory_is_returned_before_a_worker_waits_for_its_next_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job that is stopped while it denoises ends without a step that would return it."""
+    jobs: SimpleQueue[WorkerJob] = SimpleQueue()
+    done: list[Any] = []
+    for name in ("Connection", "os", "gc"):
+        monkeypatch.setattr(worker, name, Mock())
+    monkeypatch.setattr(worker, "_Inbox", lambda _: SimpleNamespace(jobs=jobs))
+    monkeypatch.setattr(worker, "_run_job", lambda *_: done.append("job") or len(done) == 1)
+    monkeypatch.setattr(memory, "keep_freed_memory", done.append)
+    monkeypatch.setattr(memory, "empty_cache", lambda: done.append("emptied"))
+    for _ in range(2):
+        jobs.put(WorkerJob())
+    worker.serve(0)
+    assert done == ["job", False, "emptied", "job"]

@@ -40,6 +40,7 @@ from everyframe.engine.workers.error_transfer import error_data
 from everyframe.engine.workers.flight_recorder import FlightRecorder
 from everyframe.engine.workers.module_watch import ModuleWatch
 from everyframe.engine.workers.worker_process import WorkerJob, receive, send
+from everyframe.hardware import memory
 
 if TYPE_CHECKING:
     from everyframe.runtime.components.component_cache import ComponentCache
@@ -71,6 +72,9 @@ def serve(descriptor: int) -> None:
             # At exit Python would scan all imports for a second, to no purpose.
             gc.freeze()
             return
+        # A run that is stopped while it denoises leaves what it has freed to the next one's plan.
+        memory.keep_freed_memory(False)
+        memory.empty_cache()
 
 
 def _run_job(job: WorkerJob, inbox: _Inbox, process: _ProcessState) -> bool:
@@ -355,9 +359,6 @@ def _plan(job: WorkerJob, cache: ComponentCache | None) -> Events:
 
 def _record(events: Iterator[Event], recorder: FlightRecorder, process: _ProcessState) -> Events:
     """Pass events through and record stages and steps in the flight recorder."""
-    # Late import: the job should have arrived by then.
-    from everyframe.hardware.memory import empty_cache, keep_freed_memory
-
     watch = process.watch(recorder)
     stage, num_steps, has_spare_memory = "", 0, False
     for event in events:
@@ -366,17 +367,17 @@ def _record(events: Iterator[Event], recorder: FlightRecorder, process: _Process
         elif isinstance(event, StageStarted):
             stage, num_steps = event.stage, event.num_steps
             # Every step asks for the same blocks; a decoder's grow, which leaves gaps.
-            keep_freed_memory(has_spare_memory and stage in DENOISING_STAGES)
+            memory.keep_freed_memory(has_spare_memory and stage in DENOISING_STAGES)
             recorder.at(stage, 1, num_steps)
             watch.begin()
         elif isinstance(event, ComponentLoaded):
             watch.add(event.component)
-            empty_cache()  # of what loading has freed
+            memory.empty_cache()  # of what loading has freed
         elif isinstance(event, Step):
             recorder.at(stage, event.step + 1, num_steps)
             if event.step == num_steps and stage in DENOISING_STAGES:  # a pipeline decodes after it
-                keep_freed_memory(False)
-                empty_cache()
+                memory.keep_freed_memory(False)
+                memory.empty_cache()
         yield event
 
 
