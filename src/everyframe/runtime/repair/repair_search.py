@@ -81,7 +81,18 @@ class RepairSearch(Generic[_Result]):
         self._done: list[RepairStep] = []
 
     def until_finite(self) -> RepairOutcome[_Result]:
-        """Repair a non-finite result with as few modules raised as possible."""
+        """Repair a non-finite result with as few modules raised as possible.
+
+        An out-of-memory error, of a replay or of wider weights, leaves no repair of the search.
+        """
+        try:
+            return self._until_finite()
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                self._repairs.take_back(self._before)
+            raise
+
+    def _until_finite(self) -> RepairOutcome[_Result]:
         while True:
             located = self._locate()
             if located is None:
@@ -113,7 +124,7 @@ class RepairSearch(Generic[_Result]):
             if not self._raise_swallowed():
                 return RepairOutcome(result)
             repaired = self._compute()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             # The upcast caused a dtype clash, which must not end a run.
             if is_device_loss(error) or is_out_of_memory(error):
                 self._repairs.take_back(self._before)

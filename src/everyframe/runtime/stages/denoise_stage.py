@@ -372,7 +372,8 @@ class GuardedDenoiser:
             answer = self._guard.check_overflow(step, probe, answer, again)
         else:
             with self._guard.ranks.unsharded():
-                answer = self._guard.repair(step, again)
+                search = partial(self._guard.repair, step, again)
+                answer = self._guard.with_fallbacks(step, search)
             seen = value_range(answer)
         self._guard.note_output(step, seen)
         self.num_done = step

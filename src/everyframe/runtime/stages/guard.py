@@ -137,7 +137,8 @@ class Guard:
         with probe or nullcontext():
             result: _Result = self.with_fallbacks(step, compute)
         if not value_range(result).is_finite:
-            return self.repair(step, compute)
+            repaired: _Result = self.with_fallbacks(step, lambda: self.repair(step, compute))
+            return repaired
         return self.check_overflow(step, probe, result, compute)
 
     def probe(self) -> OverflowProbe | None:
