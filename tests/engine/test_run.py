@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 
 import everyframe
-from everyframe.core.errors import InputError, MediaError
+from everyframe.core.errors import CannotRunError, InputError, MediaError
 from everyframe.core.events import (
     FramesDecoded,
     Planned,
@@ -29,6 +29,7 @@ from everyframe.engine.records.provenance import make_record
 from everyframe.media.pixels import fit_image
 from everyframe.runtime.stages import templates
 from helpers.events import frames_by_seed
+from helpers.out_of_memory import TOO_LITTLE
 from helpers.tiny_checkpoints import opensora as tiny_opensora
 
 SIZES: dict[str, Any] = {"size": "16x16", "num_frames": 3, "num_inference_steps": 2}
@@ -152,6 +153,18 @@ def test_start_noise_that_is_not_finite_is_refused(model: str, bad: float) -> No
 def test_start_noise_that_is_no_real_number_is_refused(model: str, latents: Any) -> None:
     with pytest.raises(InputError, match="latents must be real numbers in memory, got"):
         next(iter(run.stream(request(model, latents=latents))))
+
+
+@pytest.mark.parametrize("error", [RuntimeError(TOO_LITTLE), MemoryError("in a kernel")])
+def test_memory_that_runs_out_between_guarded_calls_is_one_line(
+    error: Exception, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def check_decoder(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(templates, "check_decoder", check_decoder)
+    with pytest.raises(CannotRunError, match=rf"smaller size or num_frames.*{error.args[0][-9:]}"):
+        list(run.stream(request(model)))
 
 
 def test_start_noise_replaces_the_seeds(model: str) -> None:

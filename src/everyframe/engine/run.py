@@ -228,7 +228,7 @@ class _PlannedEvents:
         ):
             try:
                 event = next(self._events)
-            except RuntimeError as error:
+            except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise CannotRunError(
