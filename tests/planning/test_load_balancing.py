@@ -130,6 +130,14 @@ def test_weights_that_nothing_makes_smaller_are_an_obstacle() -> None:
         check_feasible(plan(card(0), tiny))
 
 
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_card_without_any_free_memory_is_an_obstacle(full: int) -> None:
+    cards = [card(0), card(1, "other")]
+    cards[full] = replace(cards[full], free_memory=0)
+    with pytest.raises(CannotRunError, match=r"not enough memory: .* has 0 kB free"):
+        check_feasible(plan(*cards))
+
+
 def test_what_is_sent_takes_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     three = (card(0), card(1), card(2))
     fast = plan(*three)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
-from everyframe.core.bytes import USABLE_SHARE
+from everyframe.core.bytes import USABLE_SHARE, share_of
 from everyframe.core.facts import DeviceFacts, OpShape
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Settings
@@ -129,7 +129,7 @@ def balance(
         division = divided(fewer)
         assert division is not None
     needs = _needs(fitting.planner, division, settings)
-    tightest = max(range(len(devices)), key=lambda r: needs[r].peak / devices[r].free_memory)
+    tightest = max(range(len(devices)), key=lambda r: share_of(needs[r].peak, devices[r]))
     fitting = fitting.of_rank(division, tightest, settings, devices[tightest], devices[0])
     return BalancedPlan(division, fitting, tightest, _share_notes(division, devices, sorted(short)))
 
