@@ -147,7 +147,27 @@ def test_what_is_no_dry_run_is_refused_and_run_again(monkeypatch: pytest.MonkeyP
     assert made == []
 
 
-def test_a_default_dtype_of_the_caller_is_not_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_the_caller_switched_off_is_part_of_the_key(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without it, scores are a tensor: what one process found was read by all others."""
+    denoiser = dry_run_calls()[1]
+    made = another_process(monkeypatch)
+    found = run(denoiser, "cpu-fp32").found
+    torch.backends.cuda.enable_flash_sdp(False)
+    try:
+        plain = run(denoiser, "cpu-fp32").found
+        assert run(denoiser, "cpu-fp32").found == plain
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+    assert plain.num_operations > found.num_operations
+    assert run(denoiser, "cpu-fp32").found == found
+    assert len(made) == 2
+    assert another_process(monkeypatch) == []
+    assert run(denoiser, "cpu-fp32").found == found
+
+
+def test_a_default_dtype_of_the_caller_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_dtype(torch.float64)
     try:
         monkeypatch.setattr(dry_runs, "_DONE", {})

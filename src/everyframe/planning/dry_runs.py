@@ -9,6 +9,7 @@ disk until software changes, and those of a pipeline for its files and one promp
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -90,7 +91,7 @@ class DryRun:
             module = self.stage_call.module()
             return [path for path in CATALOGUE if applies_to(path, module)]
 
-        key = (self.stage_call.key, self.stage_call.component, "places")
+        key = (self.stage_call.key, self.stage_call.component, "places", *_torchs_switches())
         if self.stage_call.is_foreign:
             return _once(key, look)
         file = CacheFile("fast_path_places", repr(key))
@@ -135,7 +136,8 @@ def dry_run(
         with BUILD_LOCK:
             return executor.dry_run(stage_call, precisions, device)
 
-    key = (stage_call.key, *sorted(precisions.items(), key=itemgetter(0)), device.kind_only())
+    precision_items = sorted(precisions.items(), key=itemgetter(0))
+    key = (stage_call.key, *precision_items, device.kind_only(), *_torchs_switches())
     results = _once(
         key,
         lambda: (
@@ -158,6 +160,22 @@ def not_followed(title: str, why: str) -> str:
         f"{title}: no dry run can follow the pipeline there{reason}; its memory is forecast "
         "roughly, its time not, and clashes in it are found by the run alone"
     )
+
+
+def _torchs_switches() -> tuple[str, ...]:
+    """What of torch is set otherwise than by default, and changes results: for keys.
+
+    The dtype of what is made without one, and the attention kernels that are switched off.
+    """
+    if "torch" not in sys.modules:  # what was found before needs no torch
+        return ()
+    from torch import float32, get_default_dtype
+    from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends
+
+    dtype = [] if get_default_dtype() == float32 else [str(get_default_dtype())]
+    allowed = _cur_sdpa_kernel_backends()
+    off = {name for name, each in SDPBackend.__members__.items() if each not in allowed}
+    return (*dtype, *sorted(off - {"ERROR"}))
 
 
 def _once(key: Any, run: Callable[[], _Found]) -> _Found:
@@ -193,11 +211,8 @@ def _reuse(
     if saved is not None:
         return saved
     found = run()
-    from torch import float32, get_default_dtype
-
-    # Not saved: results under another default dtype, or that don't fit JSON.
-    is_whole = from_json(json.loads(json.dumps(to_json(found)))) == found
-    if is_whole and get_default_dtype() == float32:
+    # Not saved: results that don't fit JSON.
+    if from_json(json.loads(json.dumps(to_json(found)))) == found:
         file.write(to_json(found))
     return found
 
