@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from huggingface_hub import constants
 
 from everyframe.checkpoints import locate as locating
 from everyframe.checkpoints.locate import find_part, locate, names_on_disk, overview
+from everyframe.checkpoints.missing_files import missing_shards
 from everyframe.checkpoints.model_zoo import HubPart, KnownModel, known_models
 from everyframe.core.errors import CheckpointError, InputError
 
@@ -147,6 +149,15 @@ def test_a_shard_tells_of_the_others_before_their_index_is_there(tmp_path: Path)
     assert place.missing == ("pytorch_model-00002-of-00002.bin",)
     (snapshot / "pytorch_model-00002-of-00002.bin").write_bytes(b"2")
     assert find_part(part).is_complete
+
+
+def test_a_name_that_tells_of_very_many_shards_is_read_at_once(tmp_path: Path) -> None:
+    """It took a minute."""
+    began = time.monotonic()
+    name = "m-00001-of-99999.safetensors"
+    missing = missing_shards({name: tmp_path / name})
+    assert time.monotonic() - began < 10
+    assert (len(missing), missing[-1]) == (99998, "m-99999-of-99999.safetensors")
 
 
 def test_folders_and_files(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from everyframe.checkpoints.folder import check_inside
+from everyframe.checkpoints.locate import locate
 from everyframe.checkpoints.tensor_file import open_checkpoint
 from everyframe.core.errors import CheckpointError
 
@@ -249,6 +251,15 @@ def test_a_link_out_of_the_folder_is_refused(tmp_path: Path, state: State) -> No
         open_checkpoint(tmp_path / "model")
     # That very file may be named.
     check_equal(tmp_path / "model" / "model.safetensors", state)
+
+
+def test_a_link_that_leads_to_itself_is_no_obstacle_beside_a_model(
+    tmp_path: Path, state: State
+) -> None:
+    save_file(state, tmp_path / "model.safetensors")
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    check_inside(tmp_path, tmp_path.iterdir())
+    assert locate(str(tmp_path)).kind == "folder"
 
 
 @pytest.mark.parametrize("shard", ["../a.safetensors", "/a.safetensors", "b/../a.safetensors"])

@@ -117,7 +117,7 @@ def check_inside(root: Path, paths: Iterable[Path]) -> None:
     real = root.resolve()
     allowed = [real]
     for path in paths:
-        target = path.resolve()
+        target = Path(os.path.realpath(path))  # which raises for no link that leads to itself
         check_plain(target)
         if target.is_relative_to(real):
             continue

@@ -22,7 +22,7 @@ def missing_shards(files: dict[str, Path]) -> list[str]:
 
     Empty if a whole file of the same format is present: some repositories hold both.
     """
-    missing: list[str] = []
+    missing: dict[str, None] = {}
     for name, path in files.items():
         index = _INDEX.fullmatch(name)
         if index is None or index["stem"] + (index["variant"] or "") + index["ending"] in files:
@@ -32,16 +32,16 @@ def missing_shards(files: dict[str, Path]) -> list[str]:
         if not isinstance(shards, dict):
             raise CheckpointError(f"{path} has no weight_map; it is no index of shards")
         wanted = {f"{folder}/{shard}" if folder else str(shard) for shard in shards.values()}
-        missing += sorted(wanted - files.keys())
+        missing |= dict.fromkeys(sorted(wanted - files.keys()))
     for name in files:
         shard = _SHARD.fullmatch(name)
         if shard is None or shard["stem"] + shard["ending"] in files:
             continue
         for number in range(1, int(shard["count"]) + 1):
             sibling = f"{shard['stem']}-{number:05}-of-{shard['count']}{shard['ending']}"
-            if sibling not in files and sibling not in missing:
-                missing.append(sibling)
-    return missing
+            if sibling not in files:
+                missing[sibling] = None
+    return [*missing]
 
 
 def folders_without_weights(folder: Path, without: Sequence[str]) -> list[str]:
