@@ -148,6 +148,23 @@ def test_files_can_be_switched_off_or_named(project: Path, monkeypatch: pytest.M
         read_user_file()
 
 
+def test_the_users_file_is_no_projects_by_whatever_path(
+    project: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings would be refused, as those of a project."""
+    own = write(project / FILE, "seed = 1\n[settings]\nrun_days = 3\n")
+    users(project).parent.parent.symlink_to(project / "dotfiles")
+    (project / "dotfiles").mkdir()
+    monkeypatch.setenv("EVERYFRAME_CONFIG", str(own))
+    assert read_project_file() is None
+    assert values() == {"seed": 1}
+    monkeypatch.delenv("EVERYFRAME_CONFIG")
+    write(users(project), own.read_text())
+    monkeypatch.chdir(project / "dotfiles" / "everyframe")
+    assert read_project_file() is None
+    assert values() == {"seed": 1}
+
+
 WRONG = [
     ("num_frame = 3", "there is no option 'num_frame'; did you mean 'num_frames'"),
     ("num_frames = 0", "num_frames must be at least 1|num_frames must be more than 0"),
@@ -264,6 +281,9 @@ def test_a_project_names_known_models_and_its_own(text: str, project: Path) -> N
     found = values()
     assert found["model"] == str(project / "own")
     assert [each.file for each in found["loras"]] == [str(project / "a.safetensors")]  # type: ignore[attr-defined]
+    # A link that leads to itself is refused where it is opened.
+    (project / "a.safetensors").symlink_to("a.safetensors")
+    assert values() == found
     write(project / FILE, 'model = "opensora-1.2"')
     assert values()["model"] == "opensora-1.2"
 

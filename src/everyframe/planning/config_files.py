@@ -134,10 +134,9 @@ def read_project_file() -> ConfigFile | None:
     """
     if os.environ.get(VARIABLE) == "off":
         return None
-    own = config_folder() / FILE
     for place in _folders(Path.cwd()):
         path = place / FILE
-        if path.is_file() and path != own:
+        if path.is_file() and not _is_users(path):
             return _parse(path, _read(path), is_own=False)
         path = place / "pyproject.toml"
         if path.is_file():
@@ -146,6 +145,12 @@ def read_project_file() -> ConfigFile | None:
             if table is not None:
                 return _parse(path, table, is_own=False)
     return None
+
+
+def _is_users(path: Path) -> bool:
+    """Whether the user's file, the usual one or the one that `VARIABLE` names, is that file."""
+    own = (config_folder() / FILE, user_file())
+    return any(each is not None and each.is_file() and path.samefile(each) for each in own)
 
 
 def default_options(model: str | None) -> dict[str, Default]:
@@ -365,7 +370,7 @@ def _model(file: ConfigFile, where: str, name: str, text: str) -> str:
 def _path(file: ConfigFile, where: str, name: str, text: str) -> str:
     root = file.path.parent
     path = root / expand_path(text, name)
-    if not file.is_own and not path.resolve().is_relative_to(root.resolve()):
+    if not file.is_own and not Path(os.path.realpath(path)).is_relative_to(root.resolve()):
         raise InputError(
             f"{where}: {name} = {shown(text)} leads out of {root}; a project names files of its "
             f"own alone. Give it in the call: {flag_of(name)}"
