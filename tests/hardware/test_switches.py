@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextvars
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -192,3 +194,12 @@ def _turns_in_a_child(write: int) -> None:
     signal.alarm(20)
     context.run(work)
     os._exit(0)
+
+
+def test_where_no_process_can_be_forked_there_is_no_fork_to_prepare_for() -> None:
+    """Windows: Python has no `register_at_fork` there."""
+    code = (
+        "import importlib, os, everyframe.hardware.switches as switches; "
+        "del os.register_at_fork; importlib.reload(switches)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -128,8 +128,9 @@ class _Process:
 _PROCESS = _Process()
 _TURN: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
-# A forked child has none of the threads that held a turn.
-os.register_at_fork(after_in_child=_PROCESS.__init__)  # type: ignore[misc]
+# A forked child has none of the threads that held a turn. Windows can't fork.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_PROCESS.__init__)  # type: ignore[misc]
 
 
 def is_exclusive() -> bool:
