@@ -79,6 +79,18 @@ def test_a_quiet_trial_is_made_once_a_boot(
     assert trials == []
 
 
+@pytest.mark.parametrize("name", ["LD_PRELOAD", "GLIBC_TUNABLES", "MALLOC_MMAP_MAX_"])
+def test_another_way_to_hand_out_memory_is_tried(
+    name: str, trials: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured with 'mapping': another allocator need not ask the system for each block."""
+    trials += [5e9, 4e9]
+    in_a_new_process(monkeypatch)
+    monkeypatch.setenv(name, "")
+    in_a_new_process(monkeypatch)
+    assert trials == []
+
+
 def test_without_a_boot_id_the_time_of_the_boot_stands_for_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

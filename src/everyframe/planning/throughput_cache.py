@@ -27,8 +27,11 @@ from everyframe.hardware.throughput import measured_rates
 #: Measurements stored per device, the newest ones.
 _MAX_TRIALS = 500
 
-#: Prefixes of variables that affect CPU threads and kernels.
-_STEER = ("OMP_", "MKL_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "ATEN_")
+#: Prefixes of variables that affect CPU threads, kernels and how memory is handed out.
+_STEER = (
+    "OMP_", "MKL_", "KMP_", "GOMP_", "ONEDNN_", "DNNL_", "ATEN_", "MALLOC_", "GLIBC_TUNABLES",
+    "LD_PRELOAD",
+)  # fmt: skip
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
