@@ -142,6 +142,15 @@ def test_where_nothing_fits_another_device_or_model_is_named(
     obstacle = everyframe.plan("a", model=model, **SIZES).infeasible
     assert obstacle is not None
     assert "it would fit on cpu (--device cpu)" in obstacle
+    # A limit is for that device too, and another card has no other host.
+    obstacle = everyframe.plan("a", model=model, **SIZES, max_memory="1kB").infeasible
+    assert obstacle is not None
+    assert "no smaller video of this model fits" in obstacle
+    machine(CARD, replace(CARD, index=1), CPU)
+    obstacle = everyframe.plan("a", model=model, **SIZES, max_host_memory="1kB").infeasible
+    assert obstacle is not None
+    assert "the host would hold" in obstacle
+    assert "no smaller video of this model fits" in obstacle
     machine(replace(CPU, free_memory=1000))
     obstacle = everyframe.plan("a", model=model, **SIZES).infeasible
     assert obstacle is not None

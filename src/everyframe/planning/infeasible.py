@@ -5,19 +5,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 from everyframe.core.bytes import describe_process_shortage, fits, format_bytes
-from everyframe.core.facts import MachineFacts
+from everyframe.core.facts import DeviceFacts, MachineFacts
 from everyframe.core.options import flag_of
-from everyframe.core.plan import Plan
+from everyframe.core.plan import Plan, peak_of
+from everyframe.core.request import Request
 from everyframe.planning.dry_runs import describe_findings
 from everyframe.planning.find_model import EMBEDDED_MODEL
 from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
+from everyframe.planning.request_fit import within_limits
 
 
 def infeasible_reason(
-    plan: Plan, fitting: MemoryFit, fitted: FitResult, facts: MachineFacts
+    request: Request, plan: Plan, fitting: MemoryFit, fitted: FitResult, facts: MachineFacts
 ) -> str | None:
-    """Why a plan can't run on its machine, and what could; None if it can."""
+    """Why the plan of a request can't run on its machine, and what could; None if it can."""
     if fitted.fits and not plan.dtype_errors:
         return None
     if fitted.fits:
@@ -44,17 +49,26 @@ def infeasible_reason(
             f"{text}; the largest that fits is {width}x{height} with {frames} frames "
             f"(--size {width}x{height} --num-frames {frames}{more})"
         )
-    devices = [
-        d.torch_name
-        for d in facts.devices
-        if d.torch_name != plan.device.torch_name and fits(plan.peak_bytes, d)
-    ]
-    if devices:
-        return f"{text}; it would fit on {devices[0]} (--device {devices[0]})"
+    device = _other_device(plan, fitting, within_limits(request, facts))
+    if device is not None:
+        return f"{text}; it would fit on {device} (--device {device})"
     if plan.parallel is not None and plan.device.kind == "cpu":
         return f"{text}; fewer devices take less of it"
     least = "" if plan.model == EMBEDDED_MODEL else " (the smallest model is --model shapes)"
     return f"{text}; no smaller video of this model fits{least}"
+
+
+def _other_device(plan: Plan, fitting: MemoryFit, devices: Sequence[DeviceFacts]) -> str | None:
+    """Name of the first other device that has the memory for the plan; None if none has."""
+    # A card leaves as much to the host as this one; a CPU is the host, and holds everything.
+    has_host = plan.host_bytes <= fitting.host_memory
+    whole = [replace(each, resident_bytes=None, model_offload=False) for each in plan.components]
+    for device in devices:
+        needed = peak_of(whole) if device.kind == "cpu" else plan.peak_bytes
+        can_hold = fits(needed, device) and (has_host or device.kind == "cpu")
+        if can_hold and device.torch_name != plan.device.torch_name:
+            return device.torch_name
+    return None
 
 
 def _needs(plan: Plan, fitting: MemoryFit) -> str:

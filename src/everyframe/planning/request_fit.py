@@ -88,6 +88,15 @@ def usable_devices(
     return tuple(with_memory_limit(device, most) for device in devices)
 
 
+def within_limits(request: Request, facts: MachineFacts) -> tuple[DeviceFacts, ...]:
+    """All devices of a machine, with the memory that the request may use."""
+    most, host = _asked_bytes(request, "max_memory"), _asked_bytes(request, "max_host_memory")
+    limited = (with_memory_limit(device, most) for device in facts.devices)
+    return tuple(
+        with_memory_limit(device, host if device.kind == "cpu" else None) for device in limited
+    )
+
+
 def make_chooser(request: Request, target: Target) -> FastPathChooser:
     """What chooses fast paths for these devices."""
     device, alike = target.device, are_alike(target.devices)

@@ -185,7 +185,7 @@ def _prepare(
     )
     # An in-memory model is already loaded, so free memory is no limit for it.
     if given is None:
-        plan = replace(plan, infeasible=infeasible_reason(plan, fit_used, fitted, facts))
+        plan = replace(plan, infeasible=infeasible_reason(request, plan, fit_used, fitted, facts))
     return PreparedPlan(with_batch(plan, model) if is_own else plan, model, fitted, chooser)
 
 

@@ -11,6 +11,7 @@ from everyframe.core.bytes import parse_bytes
 from everyframe.core.errors import InputError
 from everyframe.core.facts import DeviceFacts
 from everyframe.core.plan import ComponentPlan, Precision, peak_of
+from everyframe.core.request import Request
 from everyframe.dry_run.call import DryRunCall
 from everyframe.families.opensora.components import OpenSoraBuilder
 from everyframe.families.opensora.config import OpenSoraConfig, STDiT3Config
@@ -313,6 +314,6 @@ def test_the_largest_that_fits_is_named_with_the_options_that_it_takes() -> None
     fitted = fitting(model, device).fit(settings)
     asked = replace(plan(), settings=settings, device=device, components=fitted.components)
     machine = find_profile("cuda-sm86").machine()
-    reason = infeasible_reason(asked, fitting(model, device), fitted, machine)
+    reason = infeasible_reason(Request(), asked, fitting(model, device), fitted, machine)
     assert reason is not None
     assert reason.endswith("(--size 256x256 --num-frames 16 --frames-at-once 1)")
