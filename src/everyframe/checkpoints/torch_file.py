@@ -160,11 +160,11 @@ def _state_dict(path: Path, loaded: Any, payload: str | None) -> dict[str, torch
         raise CheckpointError(
             f"{path} holds several state dicts: {', '.join(plausible)}; name the one that is meant"
         )
-    foreign = [str(key) for key, value in loaded.items() if not isinstance(value, torch.Tensor)]
+    foreign = [str(key) for key, value in loaded.items() if not _is_state_dict({key: value})]
     raise CheckpointError(
         f"{path} holds no state dict: looked for tensors by name, also under "
         f"{', '.join(_WRAPPERS)}; "
-        + (f"not tensors are {listing(foreign)}" if foreign else "it is empty")
+        + (f"not tensors by name are {listing(foreign)}" if foreign else "it is empty")
     )
 
 
