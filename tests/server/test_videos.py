@@ -266,6 +266,7 @@ def test_previews_and_frames_are_made_of_the_file(served: ServedApp) -> None:
         assert archive.namelist() == [f"frame_{number:05d}.png" for number in range(4)]
         with Image.open(io.BytesIO(archive.read("frame_00003.png"))) as frame:
             assert frame.size == (16, 16)
+    assert served.client.get(f"{own}frames", headers={"range": "bytes=x"}).status_code == 400
     assert not list(served.folder.inputs.iterdir()), "no archive stays"
 
 

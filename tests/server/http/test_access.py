@@ -229,3 +229,15 @@ def test_only_an_admin_goes_ahead(guarded: ServedApp) -> None:
         == 1
     )
     assert ask("secret-r", "high").status_code == 400
+
+
+def test_without_keys_everybody_is_an_admin(tmp_path: Path) -> None:
+    """Also of the videos that were made while there were keys."""
+    with ServedApp(tmp_path / "server", keys=KEYS) as app:
+        video = create(app, **bearer("secret-a")).json()["id"]
+    with ServedApp(tmp_path / "server") as app:
+        assert [row["id"] for row in app.client.get("/v1/videos").json()["data"]] == [video]
+        assert app.client.get("/v1/queue").json()["counts"]["queued"] == 1
+        ahead = app.client.post("/v1/videos", json={"prompt": "a red circle", "priority": 1})
+        assert ahead.json()["queue_position"] == 0
+        assert app.client.delete(f"/v1/videos/{video}").json()["deleted"]

@@ -46,8 +46,8 @@ class Access:
         self._keys = {key.name: key for key in settings.keys}
 
     def needs_key(self, path: str) -> bool:
-        """Whether a path needs a key: all but health, the login and the page's files."""
-        if not self._keys or path in _OPEN:
+        """Whether a path is for callers who are known: not health, login and the page's files."""
+        if path in _OPEN:
             return False
         if path == "/metrics":
             return not self._settings.has_open_metrics

@@ -47,7 +47,9 @@ class AccessMiddleware:
         if scope["type"] != "http":  # there are no WebSockets here
             await send({"type": "websocket.close", "code": 1003})
             return
-        began, status, has_begun = time.monotonic(), 500, False
+        began, status, has_begun, method = time.monotonic(), 500, False, scope["method"]
+        if method == "HEAD":
+            scope, send = _as_get(scope, send)
         request_id = f"req_{uuid.uuid4().hex}"
 
         async def send_with_headers(message: Message) -> None:
@@ -78,7 +80,7 @@ class AccessMiddleware:
         finally:
             # A mount of files and what no route knows are one label each, whatever was asked for.
             route = getattr(scope.get("route"), "path", "") or "other"
-            self._observe(scope["method"], route, status, time.monotonic() - began)
+            self._observe(method, route, status, time.monotonic() - began)
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """The error for a request without access; None if it has access."""
@@ -92,3 +94,19 @@ class AccessMiddleware:
         except ApiError as error:
             return error
         return None
+
+
+def _as_get(scope: Scope, send: Send) -> tuple[Scope, Send]:
+    """A HEAD request as a GET whose body is not sent: routes are written for GET alone."""
+    has_ended = False
+
+    async def send_head(message: Message) -> None:
+        nonlocal has_ended
+        if message["type"] == "http.response.start":
+            await send(message)
+        elif not has_ended:
+            # The response is complete now, and whatever makes the rest of the body is cancelled.
+            has_ended = True
+            await send({"type": "http.response.body"})
+
+    return {**scope, "method": "GET"}, send_head

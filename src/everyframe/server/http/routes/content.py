@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query
 from fastapi.responses import FileResponse, Response, StreamingResponse
-from starlette.background import BackgroundTask
+from starlette.types import Receive, Scope, Send
 
 from everyframe.server.errors import ApiError
 from everyframe.server.http.access import Principal
@@ -71,9 +72,20 @@ async def _make_variant(context: ServerContext, path: Path, variant: str, name: 
         data = await in_thread(preview_bytes, path)
         return Response(data, media_type=kind, headers={"cache-control": _CACHED})
     archive = await in_thread(frames_archive, path, context.folder.inputs)
-    return FileResponse(
-        archive, media_type=kind, filename=f"{name}.zip", background=BackgroundTask(archive.unlink)
-    )
+    return _OwnFileResponse(archive, media_type=kind, filename=f"{name}.zip")
+
+
+class _OwnFileResponse(FileResponse):
+    """Sends a file that is this response's own, and deletes it however that ends.
+
+    A background task would stay away after an unreadable range, or if the server stops meanwhile.
+    """
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            os.unlink(self.path)
 
 
 @router.get("/v1/videos/{video_id}/events", response_class=StreamingResponse)
