@@ -45,7 +45,7 @@ def test_a_video_that_another_client_deletes_meanwhile_is_not_found(
     served: ServedApp, monkeypatch: pytest.MonkeyPatch, method: str, path: str, name: str
 ) -> None:
     video = cancelled_video(served)
-    target = served.store if name == "delete" else served.dispatcher
+    target = served.dispatcher if name == "cancel" else served.store
     before(monkeypatch, target, name, lambda: served.store.delete(video))
     answer = served.client.request(method, f"/v1/videos/{video}{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
@@ -58,10 +58,10 @@ def test_of_two_retries_one_is_a_conflict(
     video = cancelled_video(served)
 
     def first() -> None:
-        served.dispatcher.retry(video)
+        served.store.retry(video)
         assert served.store.claim("default") is not None
 
-    before(monkeypatch, served.dispatcher, "retry", first)
+    before(monkeypatch, served.store, "retry", first)
     answer = served.client.post(f"/v1/videos/{video}/retry")
     assert (answer.status_code, answer.json()["error"]["code"]) == (409, "conflict")
     job = served.store.get(video)
@@ -76,5 +76,5 @@ def test_of_two_retries_at_once_in_the_store_one_counts(
     store = served.store
     before(monkeypatch, store, "retry", lambda: (store.retry(video), store.claim("default")))
     with pytest.raises(Exception, match="is in_progress"):
-        served.dispatcher.retry(video)
+        served.store.retry(video)
     assert store.count()["in_progress"] == 1

@@ -289,6 +289,17 @@ def test_the_queue_has_an_end(small: ServedApp) -> None:
     assert answer.headers["retry-after"] == "10"
 
 
+def test_retries_are_counted_like_new_jobs(small: ServedApp) -> None:
+    first = post(small, json=PROMPT).json()["id"]
+    assert small.client.post(f"/v1/videos/{first}/cancel").json()["status"] == "cancelled"
+    for _ in range(3):
+        assert post(small, json=PROMPT).status_code == 200
+    answer = small.client.post(f"/v1/videos/{first}/retry")
+    refused(answer, 429, "queue_full", "3 jobs")
+    assert answer.headers["retry-after"] == "10"
+    assert small.client.get(f"/v1/videos/{first}").json()["status"] == "cancelled"
+
+
 def test_each_key_has_its_share(tmp_path: Path) -> None:
     keys = (key("ann", "a"), key("bob", "b"))
     limits = Limits(queued_of_key=1, creations_a_minute=2)

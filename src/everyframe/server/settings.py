@@ -202,6 +202,12 @@ class ServerSettings:
         """Whether limits per key apply: not on loopback without keys."""
         return bool(self.keys) or not self.is_loopback
 
+    @property
+    def queue_limits(self) -> tuple[int | None, int | None]:
+        """Most queued jobs, and most of one key; None for no limit."""
+        own = self.limits.queued_of_key if self.limits_keys else None
+        return self.limits.queued, own
+
 
 def _check_hosts(flag: str, hosts: Iterable[str]) -> None:
     """Raise `InputError` for what equals no host's name in a request: one with scheme or port."""

@@ -134,7 +134,7 @@ def test_a_cancelled_job_is_retried_where_it_was(store: JobStore, dispatch: Star
         time.sleep(0.01)
     assert dispatcher.cancel(job.id, wait=10).status == "cancelled"
     executor.pause = 0.0
-    dispatcher.retry(job.id)
+    store.retry(job.id)
     ended(store, job)
     assert executor.steps == [(3, step) for step in range(1, NUM_STEPS + 1)]
 

@@ -108,16 +108,16 @@ def test_a_run_that_is_begun_again_and_again_ends_as_failed(
 def test_a_failed_job_is_retried_from_its_run(store: JobStore, dispatch: Start) -> None:
     executor = FakeExecutor(failures=[(3, NumericsError("not finite in step 4"))])
     job = add(store)
-    dispatcher = dispatch(executor)
+    dispatch(executor)
     failed = ended(store, job, "failed")
     assert failed.error == {"code": "numerics", "message": "not finite in step 4"}
-    assert dispatcher.retry(job.id).status == "queued"
+    assert store.retry(job.id).status == "queued"
     assert ended(store, job).error is None
     assert executor.steps == [(3, step) for step in range(1, NUM_STEPS + 1)]
     with pytest.raises(InputError, match="only a failed or cancelled video"):
-        dispatcher.retry(job.id)
+        store.retry(job.id)
     with pytest.raises(LookupError):
-        dispatcher.retry("video_" + "0" * 32)
+        store.retry("video_" + "0" * 32)
 
 
 def test_a_run_that_cannot_be_resumed_is_begun_again(store: JobStore, dispatch: Start) -> None:
@@ -290,12 +290,12 @@ def test_two_workers_of_one_run_never_meet(
     """The workers of a server that died may live for a second; the next attempt waits."""
     executor = FakeExecutor(failures=[(2, DIED)])
     job = add(store)
-    dispatcher = dispatch(executor, max_attempts=1)
+    dispatch(executor, max_attempts=1)
     ended(store, job, "failed")
     (run,) = all_runs(folder.runs_of(job.id))
     lock = RunFolder(run.path).lock()
     threading.Timer(0.5, lock.release).start()
-    dispatcher.retry(job.id)
+    store.retry(job.id)
     began = time.monotonic()
     ended(store, job)
     assert time.monotonic() - began > 0.4

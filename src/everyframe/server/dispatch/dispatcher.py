@@ -161,15 +161,6 @@ class Dispatcher:
                 self._store.wait(last, left)
         return job
 
-    def retry(self, id: str) -> Job:  # noqa: A002
-        """Queue a failed or cancelled job again; it resumes its run if there is one.
-
-        Raises:
-            NoSuchVideoError: there is no such job.
-            VideoStatusError: it is neither failed nor cancelled.
-        """
-        return self._store.retry(id)
-
     def preview(self, id: str) -> Event | None:  # noqa: A002
         """The last preview of a running job."""
         return self._previews.get(id)

@@ -105,7 +105,7 @@ async def create_job(
     priority, body = split_priority(caller, body)
     parsed = await parse_body(context, body, base)
     plan = await context.plans.plan(parsed)
-    limits = context.settings.limits
+    max_queued, max_queued_of_owner = context.settings.queue_limits
     new = NewJob(
         request=parsed.options,
         owner=caller.name,
@@ -117,8 +117,8 @@ async def create_job(
         body_hash=f"{request.url.path} {body.digest}",
         retry_count=_retry_count(request),
         parent=parent,
-        max_queued=limits.queued,
-        max_queued_of_owner=limits.queued_of_key if context.settings.limits_keys else None,
+        max_queued=max_queued,
+        max_queued_of_owner=max_queued_of_owner,
     )
     try:
         return await context.adder.add(new)

@@ -1,4 +1,4 @@
-"""Insert a job into the queue's table, once per request, within the limits of the queue."""
+"""Queue a job, once per request, or queue it again, within the limits of the queue."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sqlite3
 import time
 import uuid
 
-from everyframe.core.errors import InputError, QueueFullError
+from everyframe.core.errors import InputError, QueueFullError, VideoStatusError
 from everyframe.core.limits import random_seed
-from everyframe.server.queue.jobs import Job, NewJob
+from everyframe.server.queue.jobs import RETRIED, Job, NewJob
 from everyframe.server.queue.transaction import Transaction, job_of, plain
 
 #: Seconds in which a client may repeat a request whose answer was lost.
@@ -22,7 +22,7 @@ def insert_job(changes: Transaction, job: NewJob) -> Job | Exception:
             same = _same_job(changes.connection, job)
             if same is not None:
                 return same
-            _check_room(changes.connection, job)
+            _check_room(changes, job.owner, job.max_queued, job.max_queued_of_owner)
             request = dict(job.request)
             if request.get("seed") is None:
                 request["seed"] = random_seed()
@@ -41,6 +41,25 @@ def insert_job(changes: Transaction, job: NewJob) -> Job | Exception:
         raise
     except Exception as error:  # noqa: BLE001 - it is this job's, and the others continue
         return error
+
+
+def retry_job(
+    changes: Transaction,
+    id: str,  # noqa: A002
+    max_queued: int | None,
+    max_queued_of_owner: int | None,
+) -> Job:
+    """Queue a job that has ended without a video; see `JobStore.retry`."""
+    # Read and written at once: of two that retry it, one finds it queued.
+    row = changes.set(id, {})
+    if row["status"] not in RETRIED:
+        raise VideoStatusError(
+            f"only a failed or cancelled video can be retried; {id} is {row['status']}"
+        )
+    _check_room(changes, row["owner"], max_queued, max_queued_of_owner)
+    values = {"status": "queued", "attempts": 0, "interruptions": 0, "is_cancel_requested": 0,
+              "error": None, "completed_at": None, "expires_at": None}  # fmt: skip
+    return changes.job(changes.set(id, values), "status", {"status": "queued"})
 
 
 def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:
@@ -65,14 +84,17 @@ def _same_job(connection: sqlite3.Connection, job: NewJob) -> Job | None:
     return row and job_of(row)
 
 
-def _check_room(connection: sqlite3.Connection, job: NewJob) -> None:
-    if job.max_queued is None and job.max_queued_of_owner is None:
+def _check_room(
+    changes: Transaction, owner: str, max_queued: int | None, max_queued_of_owner: int | None
+) -> None:
+    """Raise `QueueFullError` if one more queued job of this owner is too many."""
+    if max_queued is None and max_queued_of_owner is None:
         return
     query = "SELECT count(*), coalesce(sum(owner = ?), 0) FROM videos WHERE status = 'queued'"
-    queued, own = connection.execute(query, (job.owner,)).fetchone()
+    queued, own = changes.connection.execute(query, (owner,)).fetchone()
     for number, limit, whose in (
-        (queued, job.max_queued, ""),
-        (own, job.max_queued_of_owner, " of this key"),
+        (queued, max_queued, ""),
+        (own, max_queued_of_owner, " of this key"),
     ):
         if limit is not None and number >= limit:
             raise QueueFullError(

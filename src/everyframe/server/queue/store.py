@@ -12,12 +12,12 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from everyframe.core.errors import InputError, StoreError, VideoStatusError
+from everyframe.core.errors import InputError, StoreError
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.queue.database import VERSION, Database, is_full
 from everyframe.server.queue.event_log import EventLog
-from everyframe.server.queue.jobs import FINAL, RETRIED, STATUSES, Job, NewJob
-from everyframe.server.queue.row_insertion import insert_job
+from everyframe.server.queue.jobs import FINAL, STATUSES, Job, NewJob
+from everyframe.server.queue.row_insertion import insert_job, retry_job
 from everyframe.server.queue.transaction import Transaction, job_of, plain
 
 # A method of the store is called `list`.
@@ -265,23 +265,21 @@ class JobStore(EventLog):
             data = {"status": "queued", "cause": cause} if cause else {"status": "queued"}
             return changes.job(row, "status", data)
 
-    def retry(self, id: str) -> Job:  # noqa: A002
+    def retry(
+        self,
+        id: str,  # noqa: A002
+        max_queued: int | None = None,
+        max_queued_of_owner: int | None = None,
+    ) -> Job:
         """Put a failed or cancelled job back into the queue, with its run and no counted attempts.
 
         Raises:
             NoSuchVideoError: there is no such job.
+            QueueFullError: that many jobs, or jobs of its owner, are queued already.
             VideoStatusError: it is neither failed nor cancelled.
         """
-        values = {"status": "queued", "attempts": 0, "interruptions": 0, "is_cancel_requested": 0,
-                  "error": None, "completed_at": None, "expires_at": None}  # fmt: skip
         with self._writing() as changes:
-            # Read and written at once: of two that retry it, one finds it queued.
-            status = changes.set(id, {})["status"]
-            if status not in RETRIED:
-                raise VideoStatusError(
-                    f"only a failed or cancelled video can be retried; {id} is {status}"
-                )
-            return changes.job(changes.set(id, values), "status", {"status": "queued"})
+            return retry_job(changes, id, max_queued, max_queued_of_owner)
 
     def request_cancel(self, id: str) -> Job:  # noqa: A002
         """Cancel a queued job at once; mark a running job, which `Dispatcher.cancel` stops.

@@ -69,7 +69,7 @@ def _limits(context: ServerContext) -> dict[str, Any]:
     limits = context.settings.limits
     return {
         "body_bytes": limits.body_bytes, "num_files": limits.num_files, "queued": limits.queued,
-        "queued_of_key": limits.queued_of_key if context.settings.limits_keys else None,
+        "queued_of_key": context.settings.queue_limits[1],
         "picture_pixels": limits.picture_pixels, "prompt_letters": limits.prompt_letters,
         "has_sync": context.settings.has_sync, "needs_key": bool(context.settings.keys),
     }  # fmt: skip

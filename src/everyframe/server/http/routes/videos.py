@@ -117,7 +117,7 @@ async def retry_video(video_id: str, context: Context, caller: Caller) -> Any:
             "conflict", f"the job is {job.status}; failed and cancelled jobs can be retried"
         )
     context.creations.take(caller.name)
-    again = await in_thread(context.dispatcher.retry, video_id)
+    again = await in_thread(context.store.retry, video_id, *context.settings.queue_limits)
     return answer(again, await in_thread(context.store.queue_position, again))
 
 
