@@ -4,39 +4,23 @@ from __future__ import annotations
 
 import json
 import shlex
-import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import everyframe
 from everyframe.cli.main import _parse
+from helpers.page_modules import needs_node, run_page_script
 
-STATIC = Path(everyframe.__file__).parent / "server" / "static"
-NODE = shutil.which("node")
-
-pytestmark = pytest.mark.skipif(NODE is None, reason="no Node.js here runs the page's modules")
+pytestmark = needs_node
 
 VIDEO = {"prompt": "a red circle", "model": "shapes", "seed": 3, "request": {}}
 
 
 def run(tmp_path: Path, module: str, call: str) -> Any:
     """The value of a call of a module's functions, as JSON."""
-    shutil.copytree(STATIC, tmp_path / "static", dirs_exist_ok=True)
-    (tmp_path / "package.json").write_text('{"type": "module"}')
-    script = f"""
-        globalThis.document = {{ baseURI: "http://127.0.0.1:8000/" }};
-        const module = await import("./static/{module}");
-        console.log(JSON.stringify({call}));
-    """
-    assert NODE is not None
-    done = subprocess.run(
-        [NODE, "--input-type=module", "-e", script],
-        cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True,
-    )  # fmt: skip
-    return json.loads(done.stdout)
+    script = f'const module = await import("./static/{module}")'
+    return run_page_script(tmp_path, script, call)
 
 
 def snippet(tmp_path: Path, kind: str, **video: Any) -> str:

@@ -50,6 +50,12 @@ export const isActive = (video) => video.status === "queued" || video.status ===
 export class Videos extends EventTarget {
   /** @type {Map<string, Video>} */
   #all = new Map();
+  /**
+   * Ids of those that were loaded page by page, in the server's order and without a gap. One that an
+   * event or an address named is not among them: between it and these there may be others.
+   * @type {string[]}
+   */
+  #paged = [];
   /** @type {Map<string, string>} the last preview of a running job: a data URL */
   previews = new Map();
   /** @type {Connection} */
@@ -120,25 +126,53 @@ export class Videos extends EventTarget {
   async load() {
     const before = new Map(this.#all);
     const { data, has_more: hasMore } = await call("GET", `videos?limit=${PAGE_SIZE}&order=desc`);
-    const there = new Set(data.map((/** @type {Video} */ video) => video.id));
-    const oldest = hasMore && data.length ? data.at(-1).created_at : -Infinity;
+    const ids = data.map((/** @type {Video} */ video) => video.id);
+    // Older pages stay where these join them. Else there is a gap, and paging begins anew.
+    const join = hasMore ? this.#paged.indexOf(ids.at(-1)) : -1;
+    const older = join < 0 ? [] : this.#paged.slice(join + 1);
+    const there = new Set([...ids, ...older]);
+    const paged = new Set(this.#paged);
+    const oldest = hasMore ? data.at(-1).created_at : -Infinity;
     for (const video of this.list) {
       const isOld = before.get(video.id) === video;
-      if (isOld && video.created_at >= oldest && !there.has(video.id)) this.remove(video.id);
+      const isCovered = paged.has(video.id) || video.created_at > oldest;
+      if (isOld && isCovered && !there.has(video.id)) this.remove(video.id);
     }
-    if (!this.isLoaded || !hasMore) this.hasMore = hasMore;
+    this.#paged = [...ids, ...older];
+    if (!older.length) this.hasMore = hasMore;
     this.isLoaded = true;
-    data.forEach((/** @type {Video} */ video) => this.#putUnlessNewer(video, before.get(video.id)));
-    this.dispatchEvent(new CustomEvent("change", { detail: {} }));
+    this.#putAll(data, before);
   }
 
-  /** Load the next older ones. */
+  /**
+   * Load the next older ones.
+   * @returns {Promise<void>}
+   */
   async loadMore() {
-    const after = this.list.at(-1)?.id;
-    if (!after) return;
-    const { data, has_more: hasMore } = await call("GET", `videos?limit=${PAGE_SIZE}&order=desc&after=${encodeURIComponent(after)}`);
-    this.hasMore = hasMore;
-    data.forEach((/** @type {Video} */ video) => this.put(video));
+    const after = this.#paged.at(-1);
+    if (!after) return this.load();
+    const before = new Map(this.#all);
+    try {
+      const { data, has_more: hasMore } = await call("GET", `videos?limit=${PAGE_SIZE}&order=desc&after=${encodeURIComponent(after)}`);
+      if (this.#paged.at(-1) !== after) return await this.loadMore(); // a load came in between
+      this.#paged.push(...data.map((/** @type {Video} */ video) => video.id));
+      this.hasMore = hasMore;
+      this.#putAll(data, before);
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.param !== "after") throw error;
+      this.remove(after); // deleted while nobody told this page
+      return await this.loadMore();
+    }
+    return undefined;
+  }
+
+  /**
+   * Put the videos of an answer.
+   * @param {Video[]} data
+   * @param {Map<string, Video>} before the videos as they were known when the request was sent
+   */
+  #putAll(data, before) {
+    data.forEach((video) => this.#putUnlessNewer(video, before.get(video.id)));
     this.dispatchEvent(new CustomEvent("change", { detail: {} }));
   }
 
@@ -175,6 +209,7 @@ export class Videos extends EventTarget {
   /** @param {string} id */
   remove(id) {
     this.previews.delete(id);
+    this.#paged = this.#paged.filter((each) => each !== id);
     if (this.#all.delete(id)) this.dispatchEvent(new CustomEvent("remove", { detail: { id } }));
   }
 
