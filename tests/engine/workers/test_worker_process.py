@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -18,10 +19,11 @@ from everyframe.core.errors import (
     NumericsError,
 )
 from everyframe.core.facts import DeviceFacts
+from everyframe.core.paths import is_disk_full
 from everyframe.core.request import Request
 from everyframe.core.safe_path import SAFE_PATH_VARIABLE
 from everyframe.engine.workers import launcher, worker_process
-from everyframe.engine.workers.error_transfer import error_from, with_resume_hint
+from everyframe.engine.workers.error_transfer import error_data, error_from, with_resume_hint
 from everyframe.engine.workers.launcher import run_in_workers
 from everyframe.engine.workers.warm_workers import WarmWorkers
 from everyframe.engine.workers.worker_process import Worker, WorkerJob
@@ -84,6 +86,18 @@ def test_errors_that_a_text_alone_does_not_make_keep_their_text(name: str) -> No
     error = error_from(sent, 0)
     assert "byte 0xff at 3" in str(error)
     assert isinstance(error, Exception)
+
+
+@pytest.mark.parametrize("kind", [MediaError, CannotRunError, RuntimeError, OSError])
+def test_a_full_disk_is_one_in_the_process_that_hears_of_it(kind: type[Exception]) -> None:
+    """So a server's job waits for room, and does not fail."""
+    full = OSError(errno.ENOSPC, "No space left on device", "/a/file")
+    error = full if kind is OSError else kind("can't write the file")
+    if error is not full:
+        error.__cause__ = full
+    assert is_disk_full(error_from(error_data(error), 0))
+    assert type(error_from(error_data(error), 0)) is kind
+    assert not is_disk_full(error_from(error_data(MediaError("no video")), 0))
 
 
 def test_any_ranks_error_says_how_to_resume(

@@ -20,6 +20,8 @@ from everyframe.core.errors import (
     StoreError,
     WorkerDiedError,
 )
+from everyframe.core.events import Events, Note, RunSaved
+from everyframe.engine.workers.worker_process import WorkerJob
 from everyframe.runs.folder import RunFolder, all_runs
 from everyframe.server.data_folder import DataFolder
 from everyframe.server.dispatch import attempt as attempts
@@ -45,6 +47,24 @@ def test_a_worker_that_dies_is_resumed_at_its_step(
     assert done.report["warnings"] == ["an attempt failed: the worker died of SIGSEGV"]
     assert "resumed" in types(store, job)
     assert np.abs(frames_in(folder, done).astype(int) - frames_of(3)).max() < 12
+
+
+def test_notes_of_a_run_tell_clients_no_path(
+    store: JobStore, folder: DataFolder, dispatch: Start
+) -> None:
+    class NotingExecutor(FakeExecutor):
+        def run(self, job: WorkerJob, *given: Any) -> Events:
+            for event in super().run(job, *given):
+                yield event
+                if isinstance(event, RunSaved):
+                    yield Note(f"the run state can't be written to {event.path}; the run goes on")
+
+    job = add(store)
+    dispatch(NotingExecutor())
+    (note,) = ended(store, job).report["warnings"]
+    assert note.startswith(f"the run state can't be written to DATA/runs/{job.id}/")
+    events = store.events(video=job.id)
+    assert [event.data["text"] for event in events if event.type == "note"] == [note]
 
 
 def test_attempts_without_a_step_between_are_limited(

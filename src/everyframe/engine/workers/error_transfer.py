@@ -25,31 +25,56 @@ def error_data(error: Exception) -> dict[str, Any]:
     if isinstance(error, DistributedOutOfMemoryError):
         data["out_of_memory"] = error.out_of_memory
     if isinstance(error, OSError):
-        file = None if error.filename is None else str(error.filename)
-        data |= {"errno": error.errno, "strerror": error.strerror, "file": file}
+        data |= _system_data(error)
+    elif (cause := _system_cause(error)) is not None:
+        data["cause"] = _system_data(cause)
     if not isinstance(error, EveryframeError):
         data["trace"] = "".join(traceback.format_exception(error))
     return data
 
 
+def _system_data(error: OSError) -> dict[str, Any]:
+    file = None if error.filename is None else str(error.filename)
+    return {"errno": error.errno, "strerror": error.strerror, "file": file}
+
+
+def _system_cause(error: BaseException) -> OSError | None:
+    """The system's error behind this one, such as a full disk; None without one."""
+    cause = error.__cause__
+    while cause is not None and not isinstance(cause, OSError):
+        cause = cause.__cause__
+    return cause
+
+
+def _system_error(data: Mapping[str, Any]) -> OSError:
+    return OSError(data["errno"], data["strerror"], data["file"])
+
+
 def error_from(data: Mapping[str, Any], rank: int) -> Exception:
-    """Rebuild the error that `rank` reported, in its own class if that is ours or Python's."""
+    """Rebuild the error that `rank` reported, in its own class if that is ours or Python's.
+
+    The system's error behind it is behind this one too: a full disk passes, a damaged file doesn't.
+    """
     name, text = data["class"], data["text"]
+    cause: Exception | None = _system_error(data["cause"]) if "cause" in data else None
     if "out_of_memory" in data:
         return DistributedOutOfMemoryError(text, replace(data["out_of_memory"], rank=rank))
     own = getattr(errors, name, None)
     if isinstance(own, type) and issubclass(own, EveryframeError):
-        return own(text)
+        found = own(text)
+        found.__cause__ = cause
+        return found
     pythons = getattr(builtins, name, None)
     error: Exception
     if data.get("strerror"):
-        error = OSError(data["errno"], data["strerror"], data["file"])
+        error = _system_error(data)
     elif isinstance(pythons, type) and issubclass(pythons, Exception):
         error = _of_class(pythons, text)
     else:
         error = EveryframeError(text) if "trace" not in data else RuntimeError(f"{name}: {text}")
     if "trace" in data:
         error.__cause__ = _InWorkerError(data["trace"])
+        error.__cause__.__cause__ = cause
     return error
 
 

@@ -308,6 +308,7 @@ class Attempt:
         self._last_write = time.monotonic()
 
     def _warn(self, text: str) -> None:
+        text = self._folder.without_place(text)
         if text not in self._report["warnings"] and not text.startswith(self._routine):
             self._report["warnings"] = [*self._report["warnings"], text]
             self._store.update(self.job.id, report=self.report(), event=("note", {"text": text}))
