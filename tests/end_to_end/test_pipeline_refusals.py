@@ -20,6 +20,7 @@ from everyframe.diffusers_pipelines.files.components import islands_of
 from everyframe.diffusers_pipelines.library_patches import stand_in_accepted
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules
 from everyframe.hardware.profiles import find_profile
+from helpers.tiny_checkpoints import pipelines as tiny_pipelines
 from helpers.tiny_checkpoints.diffusers.cases import Clip, written
 from helpers.tiny_checkpoints.pipeline_components import cogvideox_parts
 
@@ -135,6 +136,42 @@ def test_a_package_that_diffusers_would_import_is_missing() -> None:
     part = nn.Linear(4, 4, device="meta")
     with pytest.raises(CannotRunError, match="name 'transforms' is not defined"):
         call_checked(Pipe(part, eval(source)), {}, [part])
+
+
+def act_of(file: str, text: str) -> Any:
+    """A check in that file, after a part has worked."""
+    lines = (
+        "def act(pipe):",
+        '    pipe.part(torch.empty(1, 4, device="meta"))',
+        f"    raise ValueError({text!r})",
+    )
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile("\n".join(lines), file, "exec"), names)
+    return names["act"]
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "error"),
+    [
+        ("modular_pipelines/a.py", "`height` and `width` must be multiples of 32", InputError),
+        ("pipelines/a/b.py", "`num_frames` must be odd", InputError),
+        ("models/a.py", "`height` must be even", ValueError),
+        ("pipelines/a/b.py", "the mask must have a 1", ValueError),
+    ],
+)
+def test_a_late_word_on_a_size_is_an_answer(file: str, text: str, error: type) -> None:
+    """Blocks of a modular pipeline check sizes after the text is encoded."""
+    part, act = nn.Linear(4, 4, device="meta"), act_of(f"/site/diffusers/{file}", text)
+    with pytest.raises(error, match=text) as caught:
+        call_checked(Pipe(part, act), {}, [part])
+    assert isinstance(caught.value, InputError) == (error is InputError)
+
+
+def test_a_schedule_of_too_few_steps_is_refused_by_the_plan(tmp_path: Path) -> None:
+    tiny_pipelines.mochi(tmp_path / "mochi")
+    asked: dict[str, Any] = {"prompt": "a fox", "model": str(tmp_path / "mochi")}
+    with pytest.raises(InputError, match="MochiPipeline needs num_inference_steps of 2 or more"):
+        everyframe.plan(**asked, **tiny_pipelines.CALLS["mochi"], num_inference_steps=1)
 
 
 class Asks(nn.Module):

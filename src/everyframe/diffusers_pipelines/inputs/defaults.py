@@ -70,8 +70,10 @@ LENGTHS: Mapping[str, int] = {
 }
 #: Difference between requested and real steps: the request counts points, steps lie in between.
 STEPS_FEWER: Mapping[str, int] = {"MiniMaxH3": 1}
-#: Minimum number of steps of its schedule, where it is above 1.
+#: Minimum number of steps of a dry run, where it is above 1.
 FEWEST_STEPS: Mapping[str, int] = {"LTXI2VLongMultiPrompt": 2, "Mochi": 2}
+#: Minimum number of steps of its own schedule: Mochi's divides by half of them, rounded down.
+LEAST_SCHEDULED: Mapping[str, int] = {"Mochi": 2}
 
 #: Pipelines whose code needs a negative prompt: they get an empty one if there is none.
 EMPTY_NEGATIVE: Mapping[str, bool] = {"EasyAnimate": True}

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from everyframe.core.errors import InputError
+from everyframe.diffusers_pipelines.inputs import defaults
 from everyframe.diffusers_pipelines.inputs.signature import CallSignature
 
 _TIMESTEPS, _SIGMAS = "timesteps", "sigmas"
@@ -30,6 +32,15 @@ def num_scheduled(interface: CallSignature, own: Mapping[str, Any]) -> int | Non
     declared = interface.parameters.get(_SIGMAS)
     given = given or _listed(None if declared is None else declared.default)
     return len(given) - (not given[-1]) if given else None
+
+
+def check_steps(interface: CallSignature, own: Collection[str], num_steps: int) -> None:
+    """Raise `InputError` for fewer steps than the pipeline's own schedule can have."""
+    least = defaults.of(defaults.LEAST_SCHEDULED, interface.class_name) or 1
+    if num_steps < least and not has_schedule(own):
+        raise InputError(
+            f"{interface.class_name} needs num_inference_steps of {least} or more, got {num_steps}"
+        )
 
 
 def _listed(given: Any) -> list[Any]:

@@ -22,7 +22,7 @@ from everyframe.diffusers_pipelines.inputs.defaults import PipelineDefaults, den
 from everyframe.diffusers_pipelines.inputs.image_forms import form_of, sides_of
 from everyframe.diffusers_pipelines.inputs.media import VideoSize
 from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
-from everyframe.diffusers_pipelines.inputs.schedule import num_scheduled
+from everyframe.diffusers_pipelines.inputs.schedule import check_steps, num_scheduled
 from everyframe.diffusers_pipelines.inputs.signature import (
     NAMES,
     OWN_SEED,
@@ -102,6 +102,7 @@ def resolve_settings(
         fit=options.fit,
         options=_shown(own, options, given),
     )
+    check_steps(interface, own, settings.num_inference_steps)
     return settings, tuple(notes)
 
 
