@@ -139,7 +139,7 @@ class PipelineDefaults:
         """Pixels per latent along each side; 8 if the config does not give it."""
         for name in ("scale_factor_spatial", "spatial_compression_ratio"):
             given = self.vae.get(name)
-            if _number(given):
+            if is_number(given):
                 return int(given)
         halvings = self._halvings
         if halvings is not None:
@@ -154,7 +154,7 @@ class PipelineDefaults:
         """Frames per latent frame; None if the config does not give it."""
         for name in ("scale_factor_temporal", "temporal_compression_ratio"):
             given = self.vae.get(name)
-            if _number(given):
+            if is_number(given):
                 return int(given)
         halvings = self._halvings
         if halvings is not None:
@@ -176,13 +176,13 @@ class PipelineDefaults:
         known = of(SIZES, self.interface.class_name)
         if known is not None:
             return known
-        if _number(self.denoiser.get("target_size")):
+        if is_number(self.denoiser.get("target_size")):
             return _hunyuan_15(int(self.denoiser["target_size"]), self.spatial_factor)
         latent = [self.denoiser.get(name) for name in ("sample_height", "sample_width")]
-        if not all(map(_number, latent)):
+        if not all(map(is_number, latent)):
             whole = self.denoiser.get("sample_size")
             latent = list(whole) if isinstance(whole, (list, tuple)) else [whole, whole]
-        if len(latent) == 2 and _number(latent[0]) and _number(latent[1]):
+        if len(latent) == 2 and is_number(latent[0]) and is_number(latent[1]):
             return int(latent[0]) * self.spatial_factor, int(latent[1]) * self.spatial_factor
         return None
 
@@ -195,17 +195,17 @@ class PipelineDefaults:
         if isinstance(frames, int):
             return frames
         samples = self.denoiser.get("sample_frames")
-        if _number(samples):
+        if is_number(samples):
             # Allegro counts latent frames there, CogVideoX frames.
             is_latent = self.interface.class_name.startswith("Allegro")
             return int(samples) * (self.temporal_factor or 1 if is_latent else 1)
         trained = self.denoiser.get("num_frames")  # Stable Video Diffusion's
-        return int(trained) if _number(trained) else None
+        return int(trained) if is_number(trained) else None
 
     def frame_rate(self) -> tuple[float, bool]:
         """Frames per second, and whether it is known (True) or a guess."""
         own = self.interface.default_of("fps")
-        if _number(own):
+        if is_number(own):
             return float(own), True
         known = of(FRAME_RATES, self.interface.class_name)
         return (FRAME_RATE, False) if known is None else (known, True)
@@ -232,5 +232,6 @@ def _hunyuan_15(target: int, factor: int) -> tuple[int, int]:
     return int(height), int(width)
 
 
-def _number(value: Any) -> TypeGuard[int | float]:
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Whether it is a number; booleans are none."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -22,6 +22,7 @@ from everyframe.diffusers_pipelines.inputs.defaults import PipelineDefaults, den
 from everyframe.diffusers_pipelines.inputs.image_forms import form_of, sides_of
 from everyframe.diffusers_pipelines.inputs.media import VideoSize
 from everyframe.diffusers_pipelines.inputs.options import PipelineOptions
+from everyframe.diffusers_pipelines.inputs.position_tables import check_positions
 from everyframe.diffusers_pipelines.inputs.schedule import check_steps, num_scheduled
 from everyframe.diffusers_pipelines.inputs.signature import (
     NAMES,
@@ -81,6 +82,8 @@ def resolve_settings(
     preset_steps, scheduled = _preset_steps(sizes, request, notes), num_scheduled(interface, own)
     steps = scheduled or preset_steps or interface.default_of("num_inference_steps")
     check_amount(frames, height, width)
+    if not is_given:
+        check_positions(sizes, frames, height, width)
     for name, form in forms:
         if name == clip_continuation.OPTION:
             notes += clip_continuation.notes_of(sizes, form, frames, own)
@@ -318,6 +321,9 @@ def _size(
         raise InputError(
             f"{interface.class_name} does not say what size it makes; give size WIDTHxHEIGHT"
         )
+    if sizes.vae and min(chosen) < sizes.spatial_factor:  # no latent
+        raise InputError(f"height and width must be at least {sizes.spatial_factor}, got "
+                         f"{chosen[1]}x{chosen[0]}")  # fmt: skip
     return chosen
 
 
