@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -58,7 +59,8 @@ def locate_fault(
 
     `given` are its inputs by name.
     """
-    run = FaultRecorder({**faults_of_inputs(parts, given), **_of_weights(parts)})
+    known = {**faults_of_inputs(parts, given), **_of_weights(parts)}
+    run = FaultRecorder(known, partial(_find_weight, parts))
     error: Exception | None = None
     try:
         with restore_kernels(), _eager(), _follow(parts, run), run:
@@ -79,10 +81,24 @@ def _of_weights(parts: Mapping[str, nn.Module]) -> dict[int, Fault]:
     found: dict[int, Fault] = {}
     for part in parts:
         for name, tensor in bad_weights({part: parts[part]}):
-            seen, own = value_range(tensor), name.removeprefix(f"{part}.")
-            fault = Fault(part, own, "", "weights", tensor.dtype, seen, seen, None)
+            fault = _fault_of_weight(part, name.removeprefix(f"{part}."), tensor)
             found |= {storage_of(each): fault for each in iter_tensors(tensor)}
     return found
+
+
+def _find_weight(parts: Mapping[str, nn.Module], tensor: Tensor) -> Fault | None:
+    """The fault of a weight that is on the device for its call alone: another thread brought it."""
+    memory = storage_of(tensor)
+    for part, module in parts.items():
+        for name, parameter in module.named_parameters():
+            if any(storage_of(each) == memory for each in iter_tensors(parameter)):
+                return _fault_of_weight(part, name, parameter)
+    return None
+
+
+def _fault_of_weight(part: str, name: str, tensor: Tensor) -> Fault:
+    seen = value_range(tensor)
+    return Fault(part, name, "", "weights", tensor.dtype, seen, seen, None)
 
 
 def faults_of_inputs(parts: Mapping[str, nn.Module], given: Mapping[str, Any]) -> dict[int, Fault]:

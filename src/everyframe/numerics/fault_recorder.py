@@ -38,11 +38,21 @@ def storage_of(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
+def has_own_memory(operands: Any, answer: Any) -> bool:
+    """Whether an operation's result has memory of its own; that of a view is its operand's.
+
+    An operation such as ``to`` gives a view or makes values, and torch calls it a view.
+    """
+    given = {storage_of(each) for each in iter_tensors(operands)}
+    return any(storage_of(each) not in given for each in iter_tensors(answer))
+
+
 class FaultRecorder(KernelMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that sees every operation and tracks which faults each result comes from.
 
-    `known` are faults of memory that was non-finite before the call. Faults are tracked by storage;
-    a storage that is reused for a new tensor drops its old faults.
+    `known` are faults of memory that was non-finite before the call. ``find_weight(tensor)`` gives
+    the fault of a weight that no operation was seen to bring. Faults are tracked by storage; a
+    storage that is reused for a new tensor drops its old faults.
     """
 
     #: Torch asks each mode this for operators without a schema, such as flex_attention.
@@ -53,11 +63,15 @@ class FaultRecorder(KernelMode):  # type: ignore[no-untyped-call]
         """True, because flex_attention compiles itself, which torch refuses in any other mode."""
         return True
 
-    def __init__(self, known: Mapping[int, Fault]) -> None:
+    def __init__(
+        self,
+        known: Mapping[int, Fault],
+        find_weight: Callable[[Tensor], Fault | None] = lambda tensor: None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.stack: list[tuple[str, str]] = []
         self.faults: list[Fault] = []
-        self._known = known
+        self._known, self._find_weight = known, find_weight
         self._origins: dict[int, tuple[int, ...]] = {}
         self._is_looking = False
 
@@ -112,6 +126,8 @@ class FaultRecorder(KernelMode):  # type: ignore[no-untyped-call]
         name = (schema or func).name
         name = (name if isinstance(name, str) else name()).split("::")[-1].strip("_")
         origins = given.origins
+        if not (origins or mutates or has_own_memory(operands, answer)):
+            return answer  # it makes no values, and what uses them may know where they are from
         is_nan_made = math.isnan(made.low) and not given.has_nan
         if not origins or (is_nan_made and all(self.faults[each].is_planned for each in origins)):
             # A mask has infinite inputs or an infinite number among its operands.
@@ -135,8 +151,10 @@ class FaultRecorder(KernelMode):  # type: ignore[no-untyped-call]
 
     def _origins_of(self, tensor: Tensor) -> tuple[int, ...]:
         memory = storage_of(tensor)
-        if memory not in self._origins and memory in self._known:
-            self._origins[memory] = (self._add(self._known[memory]),)
+        if memory not in self._origins:
+            fault = self._known.get(memory) or self._find_weight(tensor)
+            if fault is not None:
+                self._origins[memory] = (self._add(fault),)
         return self._origins.get(memory, ())
 
     def _sort(self, numbers: Iterable[int]) -> tuple[int, ...]:

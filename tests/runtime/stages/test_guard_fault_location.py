@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from everyframe.core.errors import NumericsError
+from everyframe.runtime.memory import offload
+from everyframe.runtime.memory.prefetch import LocalWeightsProvider
 from everyframe.runtime.stages.guard import Guard
 from helpers.guard_modules import (
     CLOSE,
@@ -154,3 +156,24 @@ def test_what_a_hook_hands_on_is_named_by_its_module(by: str, dtype: str, value:
     with torch.inference_mode(), pytest.raises(NumericsError, match=r" in net\.parts\.1 "):
         guard.call(1, lambda: net(inputs()))
     assert [(name, each.dtype) for name, each in net.named_parameters()] == before
+
+
+@pytest.mark.parametrize("where", ["on the host", "in its file"])
+def test_a_broken_weight_that_is_brought_for_its_call_is_named(where: str) -> None:
+    """Another thread brings it, whose operations are not seen."""
+    net = halved(planted(lambda: nn.Linear(8, 8), 1))
+    net.parts[1].weight.data[0, 0] = torch.nan
+    provider = None
+    if where == "in its file":
+        held = {name: each.detach().clone() for name, each in net.named_parameters()}
+        provider = LocalWeightsProvider(lambda name, _: held[name].clone(), torch.device("cpu"))
+        for name in offload.unit_parameters(net):
+            part, _, own = name.rpartition(".")
+            waiting = nn.Parameter(held[name].to("meta"), requires_grad=False)
+            setattr(net.get_submodule(part), own, waiting)
+    offload.apply(net, "cpu", provider)
+    guard = Guard(plan(), "denoise", {"net": net})
+    place = r"the weights themselves are not finite: net\.parts\.1\.weight"
+    for _ in range(2):  # once more in the order of the calls before
+        with torch.inference_mode(), pytest.raises(NumericsError, match=place):
+            guard.call(1, lambda: net(inputs()))

@@ -279,12 +279,18 @@ def prompt_truncated_note(cut: str) -> Note:
     return Note(message, in_record=True)
 
 
-def bad_weights_message(parts: Mapping[str, nn.Module], place: str) -> str:
-    """Message for non-finite weights in these components, beginning with the one at `place`."""
+def bad_weights_message(
+    parts: Mapping[str, nn.Module], place: str, *, is_shared: bool = False
+) -> str:
+    """Message for non-finite weights in these components, beginning with the one at `place`.
+
+    If none is in memory, they are in their file, or on another rank if ranks share the component.
+    """
     bad = bad_weights(parts)
     if not bad:
+        where = " on another rank" if is_shared else ""
         return (
-            f"the weights themselves are not finite on another rank: {place}. Its file is broken, "
+            f"the weights themselves are not finite{where}: {place}. Its file is broken, "
             "or they do not fit into the dtype; try --dtype fp32. Nothing was written"
         )
     name, tensor = next((each for each in bad if each[0] == place), bad[0])

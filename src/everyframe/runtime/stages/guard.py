@@ -317,16 +317,17 @@ class Guard:
 
     def _beyond_repair(self, step: int, fault: Fault | None) -> NumericsError:
         where = self._where(step) + self.ranks.culprit
-        if fault is None and bad_weights(self._parts):
-            return NumericsError(f"{where}: {bad_weights_message(self._parts, '')}")
+        has_bad_weights = bad_weights(self._parts) if fault is None else fault.cause == "weights"
+        if has_bad_weights:
+            place = "" if fault is None else fault.place
+            message = bad_weights_message(self._parts, place, is_shared=self.ranks.is_shared)
+            return NumericsError(f"{where}: {message}")
         if fault is None:
             return NumericsError(
                 f"{where}: {' and '.join(self._parts)} gave values that are not finite, which no "
                 "operation makes when each is watched; report it with what this prints: "
                 "everyframe doctor --share"
             )
-        if fault.cause == "weights":
-            return NumericsError(f"{where}: {bad_weights_message(self._parts, fault.place)}")
         if fault.cause == "given":
             return GivenError(
                 f"{self.place(step)}: {fault.part} was given {fault.operation} that is not finite, "
