@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from everyframe.numerics.fault_recorder import has_own_memory
 from everyframe.numerics.tensor_stats import iter_tensors
 
 
@@ -44,7 +45,8 @@ class OverflowProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         answer = func(*args, **(kwargs or {}))
-        if not getattr(func, "is_view", False):  # of something that was seen before
+        # A view is of something that was seen before.
+        if not getattr(func, "is_view", False) or has_own_memory(args, answer):
             made = (each for each in iter_tensors(answer) if each.dtype == torch.float16)
             self._ends += [torch.stack(torch.aminmax(each.detach())) for each in made]
         return answer

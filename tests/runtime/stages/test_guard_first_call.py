@@ -39,6 +39,20 @@ class RootMeanSquare(nn.Module):
         return x * x.pow(2).mean(-1, keepdim=True).rsqrt()
 
 
+class CastRootMeanSquare(nn.Module):
+    """The mean is taken in float32, and a cast to the dtype of the weights makes it infinite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8))
+        self.takes_any_dtype = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        mean = x.to(wide).pow(2).mean(-1, keepdim=True)
+        return self.weight * x * mean.to(self.weight.dtype).rsqrt()
+
+
 class Masks(nn.Module):
     """Infinities that are right: a mask that grows beyond float16, and exp of it."""
 
@@ -52,6 +66,7 @@ SWALLOWED: dict[str, tuple[Callable[[], Sequence[nn.Module]], str, str]] = {
     # what is planted; the operation and the module that are named
     "tanh": (lambda: [eye(300), eye(300), Tanh(), eye()], "linear", "1"),
     "norm": (lambda: [eye(1000), RootMeanSquare(), eye()], "pow", "1"),
+    "cast": (lambda: [eye(1000), CastRootMeanSquare(), eye()], "cast", "1"),
 }
 
 
