@@ -272,6 +272,13 @@ def test_shards_lie_beside_their_index(tmp_path: Path, state: State, shard: str)
         open_checkpoint(index)
 
 
+def test_no_shard_is_an_index(tmp_path: Path) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": index.name}}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="names an index as a shard"):
+        open_checkpoint(tmp_path)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
 def test_a_large_tensor_is_cast_in_pieces(
     dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

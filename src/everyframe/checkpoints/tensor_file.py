@@ -270,6 +270,8 @@ def _open_shards(index: Path, payload: str | None) -> TensorFile:
     for shard in shards:
         if not is_plain_name(shard):
             raise CheckpointError(f"{index} names a shard outside its own folder: {shard!r}")
+        if _IS_INDEX.fullmatch(shard):  # itself, maybe
+            raise CheckpointError(f"{index} names an index as a shard: {shard!r}")
     missing = [shard for shard in shards if not (index.parent / shard).is_file()]
     if missing:
         raise CheckpointError(
