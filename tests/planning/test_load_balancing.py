@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from everyframe.core.errors import CannotRunError, InputError
 from everyframe.core.facts import DeviceFacts, Throughput
@@ -69,6 +70,19 @@ def test_who_has_no_rates_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried.clear()
     assert weights_by_speed([devices[0], devices[0]], "float32", 2) == (1.0, 1.0)
     assert tried == [], "devices that are alike are not tried"
+
+
+def test_a_card_without_room_for_a_trial_counts_as_the_slowest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def rates(products: Any, name: str, num_threads: int) -> Throughput:
+        if name == "cuda:1":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 MiB")
+        return Throughput((("float32", 6e12),), 1e11, 1e9, "made up")
+
+    monkeypatch.setattr(load_balancing, "measured_rates", rates)
+    devices = [replace(card(0), rates=None), replace(card(1, "full"), rates=None)]
+    assert weights_by_speed(devices, "float32", 2) == (1.0, 0.0625)
 
 
 def test_all_compute_in_what_each_of_them_has() -> None:

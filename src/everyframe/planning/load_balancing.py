@@ -11,13 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, floor
 from typing import TYPE_CHECKING
 
 from everyframe.core.bytes import USABLE_SHARE, share_of
-from everyframe.core.facts import DeviceFacts, OpShape
+from everyframe.core.facts import DeviceFacts, OpShape, Throughput
 from everyframe.core.parallel_plan import ParallelPlan
 from everyframe.core.plan import Settings
+from everyframe.hardware.memory import OutOfMemory, catch_out_of_memory, empty_cache
 from everyframe.hardware.throughput import measured_rates
 from everyframe.planning.memory.memory_fit import FitResult, MemoryFit
 from everyframe.runtime.interface import ModelSpec, ShardableSpec
@@ -61,9 +63,16 @@ def common_facts(devices: Sequence[DeviceFacts]) -> DeviceFacts:
 
 
 def with_rate(device: DeviceFacts, dtype: str, num_threads: int) -> DeviceFacts:
-    """That device of this machine with its measured rate of products in `dtype`."""
+    """That device of this machine with its measured rate of products in `dtype`.
+
+    One with too little free memory to measure on counts as far slower than any other.
+    """
     product = OpShape("product", dtype, ((_ROWS, _WIDTH), (_WIDTH, _WIDER)))
-    rates = measured_rates((product,), device.torch_name, num_threads)
+    measure = partial(measured_rates, (product,), device.torch_name, num_threads)
+    rates = catch_out_of_memory(measure)
+    if isinstance(rates, OutOfMemory):
+        empty_cache()  # of what the failed trial held
+        rates = Throughput(((dtype, 1.0),), 1.0, 1.0, "too little free memory to measure on")
     return replace(device, rates=rates)
 
 
