@@ -24,6 +24,7 @@ def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(cpu_module, "_PROC", tmp_path / "proc")
     monkeypatch.setattr(cpu_module, "_CGROUP", tmp_path / "cgroup")
     monkeypatch.setattr(cpu_module, "_CPUS", tmp_path / "cpus")
+    monkeypatch.setattr(cpu_module, "_NODES", tmp_path / "nodes")
     monkeypatch.setattr(cpu_module.os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(cpu_module, "_system_memory", lambda: (1000 * MIB, 600 * MIB))
     monkeypatch.setattr(cpu_module, "_process_limits", lambda: ())
@@ -121,6 +122,24 @@ def test_a_group_that_is_slowed_down_above_its_limit(system: Path) -> None:
     assert cpu_module.usable_memory() == (400 * MIB, 300 * MIB)
     write(system / "cgroup/memory.high", "max")
     assert cpu_module.usable_memory() == (500 * MIB, 400 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("allowed", "total", "available"),
+    [("0-3", 1000, 600), ("1", 250, 110), ("1-2", 500, 220), ("7", 1000, 600), ("", 1000, 600)],
+)
+def test_memory_of_other_numa_nodes_is_out_of_reach_in_a_cpuset(
+    allowed: str, total: int, available: int, system: Path
+) -> None:
+    write(
+        system / "proc/self/status", f"Name:\tx\nMems_allowed:\t0f\nMems_allowed_list:\t{allowed}\n"
+    )
+    write(system / "nodes/has_memory", "0-3\n")
+    for number in range(4):
+        sizes = {"MemTotal": 250, "MemFree": 100, "Inactive": 70, "Inactive(file)": 10}
+        lines = [f"Node {number} {name}:  {size * 1024} kB\n" for name, size in sizes.items()]
+        write(system / f"nodes/node{number}/meminfo", "".join(lines))
+    assert cpu_module.usable_memory() == (total * MIB, available * MIB)
 
 
 @pytest.mark.parametrize("option", ["v", "d"])

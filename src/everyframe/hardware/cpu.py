@@ -1,8 +1,8 @@
 """CPU facts: name, instruction sets, and the cores and memory that this process may use.
 
 A container sees all cores and memory of its host but may use only some of them, so CPU affinity,
-control group limits (versions 1 and 2) and limits of the process are included. Throughput is in
-`everyframe.hardware.throughput`.
+control group limits (versions 1 and 2), its NUMA nodes and limits of the process are included.
+Throughput is in `everyframe.hardware.throughput`.
 """
 
 from __future__ import annotations
@@ -58,6 +58,7 @@ _SETTING = threading.RLock()
 _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")
 _CPUS = Path("/sys/devices/system/cpu")
+_NODES = Path("/sys/devices/system/node")
 
 
 def processor_facts() -> DeviceFacts:
@@ -127,7 +128,7 @@ def is_busy() -> bool:
 def usable_memory() -> tuple[int, int]:
     """Bytes that this process may use at most, and bytes that are free now."""
     total, available = _system_memory()
-    for limit, used in (*_memory_limits(), *_process_limits()):
+    for limit, used in (*_memory_limits(), *_node_limits(), *_process_limits()):
         total = min(total, limit)
         available = min(available, max(0, limit - used))
     return total, available
@@ -152,6 +153,24 @@ def _memory_limits() -> Iterator[tuple[int, int]]:
         cache = re.search(r"^total_inactive_file (\d+)", stat, re.M)
         cache = cache or re.search(r"^inactive_file (\d+)", stat, re.M)
         yield limit, max(0, (_number(used) or 0) - (int(cache[1]) if cache else 0))
+
+
+def _node_limits() -> Iterator[tuple[int, int]]:
+    """(memory, use without reclaimable memory) of its NUMA nodes, if a cpuset leaves only some."""
+    status = re.search(r"^Mems_allowed_list:(.*)$", _read(_PROC / "self" / "status"), re.M)
+    there = _numbers(_read(_NODES / "has_memory"))
+    allowed = there & _numbers(status[1] if status else "")
+    if not allowed or allowed == there:
+        return
+    texts = [_read(_NODES / f"node{number}" / "meminfo") for number in sorted(allowed)]
+    total, free, cache = (
+        sum(
+            int(size) * 1024 for text in texts for size in re.findall(rf" {name}:\s*(\d+) kB", text)
+        )
+        for name in ("MemTotal", "MemFree", r"Inactive\(file\)")
+    )
+    if total:
+        yield total, total - free - cache
 
 
 def _process_limits() -> Iterator[tuple[int, int]]:
@@ -212,6 +231,12 @@ def _core_of(cpu: int) -> str:
 def _cpuinfo(key: str) -> str:
     found = re.search(rf"^{key}\s*:\s*(.*)$", _read(_PROC / "cpuinfo"), re.M)
     return found[1].strip() if found else ""
+
+
+def _numbers(text: str) -> set[int]:
+    """The numbers of a kernel's list, such as ``0-3,8``."""
+    pairs = re.findall(r"(\d+)(?:-(\d+))?", text)
+    return {n for first, last in pairs for n in range(int(first), int(last or first) + 1)}
 
 
 def _number(text: str) -> int | None:
