@@ -40,6 +40,7 @@ def test_broken_json(tmp_path: Path, data: bytes, text: str) -> None:
         ('{"num_train_timesteps": %d}', 100_000),
         ('{"solver_order": %d}', 100),
         ('{"layers_per_block": %d}', 2_000),
+        ('{"transformer_layers_per_block": [1, [2, %d]]}', 2_000),
         ('{"text_config": {"max_position_embeddings": %d}}', 1 << 24),
     ],
 )

@@ -64,13 +64,23 @@ def foreign_errors(message: str) -> Iterator[None]:
         raise CheckpointError(f"{message}: {text}") from error
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """What is in a list and in the lists in it, such as the layers of each block of a UNet."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, list):
+            left += each
+        else:
+            yield each
+
+
 def inner_configs(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """The configs inside a config and in its lists, at any depth."""
     left = [config]
     while left:
         for value in left.pop().values():
-            values = value if isinstance(value, list) else [value]
-            inner = [each for each in values if isinstance(each, Mapping)]
+            inner = [each for each in _leaves(value) if isinstance(each, Mapping)]
             yield from inner
             left += inner
 
@@ -79,8 +89,10 @@ def check_counts(config: Mapping[str, Any], where: str) -> None:
     """Raise `CheckpointError` for counts beyond any real model, which take hours to build."""
     for name, value in _entries(config):
         most = next((most for ends, most in _MOST.items() if name.endswith(ends)), None)
-        for each in value if isinstance(value, list) else (value,):
-            if most is not None and isinstance(each, int) and each > most:
+        if most is None:
+            continue
+        for each in _leaves(value):
+            if isinstance(each, int) and each > most:
                 raise CheckpointError(f"{where}: {name} is {each}; at most {most} are supported")
 
 

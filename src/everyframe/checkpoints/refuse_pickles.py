@@ -6,6 +6,7 @@ Pickles are accepted only for releases without other files (Open-Sora and compon
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
@@ -58,7 +59,8 @@ def refuse_pickled_files(where: str, patterns: Sequence[str], names: Sequence[st
 def refuse_pickled_file(path: Path) -> NoReturn:
     """Raise `CheckpointError` for a pickle that is a whole model."""
     safe = path.with_suffix(SAFE).name
-    how = f'python -c "{_CONVERT}" {path} {safe} writes safetensors; then give {safe}'
+    command = f'python -c "{_CONVERT}" {shlex.join([str(path), safe])}'
+    how = f"{command} writes safetensors; then give {safe}"
     raise _refusal(str(path), "its weights are", path.name, how)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -145,11 +146,14 @@ def test_a_truncated_file_is_reported_as_such(file: Path, tmp_path: Path) -> Non
 
 def test_a_pickle_of_it_is_refused_with_how_it_is_converted(file: Path, tmp_path: Path) -> None:
     state = load_file(file)
-    path = tmp_path / "other.ckpt"
+    path = tmp_path / "an other.ckpt"
     torch.save({"state_dict": state}, path)
-    with pytest.raises(CheckpointError, match=r"its weights are pickled \(other.ckpt\)") as refused:
+    match = r"its weights are pickled \(an other.ckpt\)"
+    with pytest.raises(CheckpointError, match=match) as refused:
         everyframe.plan(model=str(path), image=np.zeros((16, 16, 3), np.uint8))
-    script = str(refused.value).partition('python -c "')[2].partition('"')[0]
+    command = str(refused.value).partition("convert them once: ")[2].partition(" writes ")[0]
+    assert shlex.split(command)[3:] == [str(path), "an other.safetensors"]
+    script = command.partition('python -c "')[2].partition('"')[0]
     target = tmp_path / "made.safetensors"
 
     def program() -> None:
