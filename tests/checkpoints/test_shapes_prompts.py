@@ -56,6 +56,7 @@ def test_prompts_inside_the_world(prompt: str, scene: Scene) -> None:
         ("a blue star on blue", "can't be seen"),
         ("a red circle turns", "turning circle"),
         ("a pink circle on black", "pink"),
+        ("a red red circle", "2 colours"),
         ("", "no shape"),
     ],
 )

@@ -204,7 +204,7 @@ def _take(text: str, names: dict[str, str]) -> tuple[list[str], str]:
     """Find phrases of `names` in the text, in their order; return the names and the rest."""
     found: list[str] = []
     for phrase, name in names.items():
-        if phrase in text:
+        while phrase in text:  # twice, if it follows itself: one space is between them
             found += [name] * text.count(phrase)
             text = text.replace(phrase, " * ")
     return found, text
