@@ -224,6 +224,28 @@ def test_the_callers_own_script_is_not_run_again(tmp_path: Path) -> None:
     assert done.stdout.split() == ["once", "5.0"]
 
 
+def test_the_callers_own_script_stays_its_own_when_two_threads_ask_at_once(tmp_path: Path) -> None:
+    """The second one's process ran the script, and the first one's stand-in stayed in its place."""
+    script = tmp_path / "film.py"
+    script.write_text(
+        "from everyframe.hardware.isolation import run_isolated\n"
+        "import math, pathlib, sys, threading\n"
+        f"print('run', file=pathlib.Path({str(tmp_path / 'runs')!r}).open('a'))\n"
+        "own = sys.modules['__main__']\n"
+        "work = lambda: run_isolated(math.hypot, 3, 4, seconds=100)\n"
+        "threads = [threading.Thread(target=work) for _ in range(3)]\n"
+        "if __name__ == '__main__':\n"
+        "    [each.start() for each in threads]\n"
+        "    [each.join() for each in threads]\n"
+        "    print(sys.modules['__main__'] is own)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200
+    )
+    assert done.stdout.split() == ["True"]
+    assert (tmp_path / "runs").read_text().split() == ["run"]
+
+
 @pytest.mark.parametrize("system", ["linux", "darwin"])
 def test_no_module_of_the_current_folder_is_imported(tmp_path: Path, system: str) -> None:
     """Neither in what others are forked from nor in what is started anew."""

@@ -113,7 +113,7 @@ def _run(
             target=_serve, args=(theirs, str(log), function, arguments), daemon=False
         )
         try:
-            with _nobodys_script(), safe_start():
+            with safe_start(), _nobodys_script():
                 process.start()
         except (OSError, EOFError):
             ours.close()
@@ -176,7 +176,7 @@ def _context(*, fresh: bool = False) -> Any:
 
 @contextmanager
 def _nobodys_script() -> Iterator[None]:
-    """Context: hide the caller's script from multiprocessing.
+    """Context: hide the caller's script from multiprocessing; only within `safe_start`'s lock.
 
     multiprocessing imports that script in every process that it starts, to find functions. Ours are
     in modules, and a script that makes a video would make it twice.
