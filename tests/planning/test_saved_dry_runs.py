@@ -167,6 +167,30 @@ def test_a_kernel_that_the_caller_switched_off_is_part_of_the_key(
     assert run(denoiser, "cpu-fp32").found == found
 
 
+def test_what_was_found_while_a_switch_was_set_is_stored_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As by a run in another thread, which has a kernel of its own."""
+    denoiser = dry_run_calls()[1]
+    right = run(denoiser, "cpu-fp32").found
+    (cache_folder() / "dry_runs").rename(cache_folder() / "elsewhere")
+    made = another_process(monkeypatch)
+    real = executor.dry_run
+
+    def meanwhile(*args: Any) -> DryRunResults:
+        torch.backends.cuda.enable_flash_sdp(False)
+        return real(*args)
+
+    monkeypatch.setattr(executor, "dry_run", meanwhile)
+    try:
+        assert run(denoiser, "cpu-fp32").found != right
+    finally:
+        torch.backends.cuda.enable_flash_sdp(True)
+        monkeypatch.setattr(executor, "dry_run", real)
+    assert run(denoiser, "cpu-fp32").found == right
+    assert len(made) == 2
+
+
 def test_a_default_dtype_of_the_caller_is_part_of_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.set_default_dtype(torch.float64)
     try:

@@ -129,23 +129,31 @@ def dry_run(
     the call doesn't need it.
     """
 
+    switches = _torchs_switches()
+
     def run() -> DryRunResults:
         from everyframe.dry_run import executor
         from everyframe.runtime.components.meta_init import BUILD_LOCK
 
         with BUILD_LOCK:
-            return executor.dry_run(stage_call, precisions, device)
+            before = _torchs_switches()
+            found = executor.dry_run(stage_call, precisions, device)
+        if not before == _torchs_switches() == switches:
+            raise _SwitchedError(found)
+        return found
 
     precision_items = sorted(precisions.items(), key=itemgetter(0))
-    key = (stage_call.key, *precision_items, device.kind_only(), *_torchs_switches())
-    results = _once(
-        key,
-        lambda: (
-            _saved_of_pipeline(stage_call, key, run)
-            if stage_call.is_foreign
-            else _reuse(CacheFile("dry_runs", repr(key)), run, results_to_json, results_from_json)
-        ),
-    )
+    key = (stage_call.key, *precision_items, device.kind_only(), *switches)
+
+    def look() -> DryRunResults:
+        if stage_call.is_foreign:
+            return _saved_of_pipeline(stage_call, key, run)
+        return _reuse(CacheFile("dry_runs", repr(key)), run, results_to_json, results_from_json)
+
+    try:
+        results = _once(key, look)
+    except _SwitchedError as switched:
+        results = switched.results
     found = results.found.get(stage_call.component)
     if found is None:
         return results.stopped if results.at == stage_call.component else ""
@@ -160,6 +168,14 @@ def not_followed(title: str, why: str) -> str:
         f"{title}: no dry run can follow the pipeline there{reason}; its memory is forecast "
         "roughly, its time not, and clashes in it are found by the run alone"
     )
+
+
+class _SwitchedError(Exception):
+    """Another thread set torch's switches meanwhile, so that the results are stored nowhere."""
+
+    def __init__(self, results: DryRunResults) -> None:
+        super().__init__()
+        self.results = results
 
 
 def _torchs_switches() -> tuple[str, ...]:
