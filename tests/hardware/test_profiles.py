@@ -95,6 +95,9 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
         ({"dtypes": ["int4"]}, "dtypes are float64, float32, bfloat16, float16, got 'int4'"),
         ({"colour": "red"}, "colour is no option"),
         ({"rates": {"products": {}, "memory": 1.0}}, "rates.products must hold a rate"),
+        # Beyond what seconds can be: a plan's would be infinite, which JSON has not.
+        ({"rates": {"products": {"float32": 1e-300}, "memory": 1.0}}, "a rate of 1 or more"),
+        ({"rates": {"products": {"float32": 1.0}, "memory": 1e-300}}, "memory must be at least 1"),
     ],
 )
 def test_a_wrong_file(tmp_path: Path, changes: dict[str, Any], text: str) -> None:

@@ -37,10 +37,10 @@ class ProfileRates(Options):
     """
 
     products: dict[str, float]
-    memory: float = Field(gt=0)
-    load: float = Field(default=1e9, gt=0)
-    share: float = Field(default=0.5, gt=0, le=1)
-    link: float | None = Field(default=None, gt=0)
+    memory: float = Field(ge=1)
+    load: float = Field(default=1e9, ge=1)
+    share: float = Field(default=0.5, ge=0.001, le=1)
+    link: float | None = Field(default=None, ge=1)
 
 
 class ProfileSoftware(Options):
@@ -187,8 +187,8 @@ def _parse_profile(given: Any, source: str) -> Profile:
     for dtype in (*profile.dtypes, *profile.rates.products):
         if dtype not in ALL_DTYPES:
             raise InputError(f"{source}: dtypes are {', '.join(ALL_DTYPES)}, got {dtype!r}")
-    if not profile.rates.products or min(profile.rates.products.values()) <= 0:
-        raise InputError(f"{source}: rates.products must hold a rate above 0 for a dtype or more")
+    if not profile.rates.products or min(profile.rates.products.values()) < 1:
+        raise InputError(f"{source}: rates.products must hold a rate of 1 or more for a dtype")
     return profile
 
 
