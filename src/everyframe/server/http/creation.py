@@ -20,10 +20,9 @@ from everyframe.server.http.context import ServerContext, in_thread
 from everyframe.server.monitoring.traces import HEADER, trace_parent
 from everyframe.server.queue.jobs import Job, NewJob
 from everyframe.server.requests.body import Body
+from everyframe.server.requests.plans import ANY_PROMPT
 from everyframe.server.requests.request_parser import ParsedBody
 
-#: A prompt that every model with prompts can read.
-_ANY_PROMPT = "a red circle"
 #: Header of OpenAI's clients: which repetition of a request this is.
 RETRY_COUNT = "x-stainless-retry-count"
 IDEMPOTENCY = "idempotency-key"
@@ -64,7 +63,7 @@ def _refuse_if_not_drawable(context: ServerContext, prompt: str) -> None:
 async def default_plan(context: ServerContext, model: str | None = None) -> Plan:
     """The plan of a model's default video. Raises `ApiError` if it needs more than a prompt."""
     name = model or context.models.default.name
-    body = Body({"model": name, "prompt": _ANY_PROMPT})
+    body = Body({"model": name, "prompt": ANY_PROMPT})
     return await context.plans.plan(await in_thread(context.parser.parse, body))
 
 
@@ -80,7 +79,7 @@ async def plan_of(context: ServerContext, body: Body) -> tuple[ParsedBody, Plan]
     except ApiError as error:
         if error.param != "prompt" or "prompt" in body.fields:
             raise
-    parsed = await parse_body(context, replace(body, fields={**body.fields, "prompt": _ANY_PROMPT}))
+    parsed = await parse_body(context, replace(body, fields={**body.fields, "prompt": ANY_PROMPT}))
     return parsed, await context.plans.plan(parsed)
 
 

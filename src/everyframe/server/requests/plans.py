@@ -1,6 +1,7 @@
 """Plan cache: the executor makes plans, and similar requests share one.
 
-A plan does not depend on a prompt's words, the seed or a picture's content.
+A plan does not depend on a prompt's words, the seed or a picture's content, but it holds words and
+seed, and its notes quote the end of a long prompt. Those of one client are not shown to another.
 """
 
 from __future__ import annotations
@@ -8,12 +9,16 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 from weakref import WeakValueDictionary
 
 import anyio
 import anyio.to_thread
 
 from everyframe.core.errors import EveryframeError
+from everyframe.core.limits import random_seed
 from everyframe.core.plan import Plan
 from everyframe.engine.workers.executor import Executor
 from everyframe.server.data_folder import MEDIA, DataFolder, is_input
@@ -21,6 +26,11 @@ from everyframe.server.errors import api_error
 from everyframe.server.requests.client_options import client_options
 from everyframe.server.requests.request_parser import ParsedBody, request_of
 
+#: A prompt that every model with prompts can read.
+ANY_PROMPT = "a red circle"
+#: Bytes of a text that every text encoder reads to its end: a token has one at least.
+_SHORT_BYTES = 32
+_PROMPTS = ("prompt", "negative_prompt")
 #: Plans that are remembered, and that are made at once.
 _MOST_PLANS = 256
 _AT_ONCE = 4
@@ -38,14 +48,18 @@ class PlanCache:
 
     async def plan(self, parsed: ParsedBody) -> Plan:
         """The plan of a request. Raises `ApiError` if it is wrong, or can't run here."""
-        kind = _kind_of(parsed)
+        kind, own = _kind_of(parsed), None
         async with self._locks.setdefault(kind, asyncio.Lock()):
             if kind not in self._plans:
-                self._plans[kind] = await self._make(parsed)
+                own = shared = await self._make(parsed)
+                if not _is_short(parsed.options):
+                    options = _with_any_words(parsed.options)
+                    shared = await self._make(replace(parsed, options=options))
+                self._plans[kind] = shared
         self._plans.move_to_end(kind)
         while len(self._plans) > _MOST_PLANS:
             self._plans.popitem(last=False)
-        return self._plans[kind]
+        return own or _of_request(self._plans[kind], parsed.options)
 
     async def _make(self, parsed: ParsedBody) -> Plan:
         values = self._folder.request_of(parsed.options).given()
@@ -61,10 +75,34 @@ class PlanCache:
 def _kind_of(parsed: ParsedBody) -> str:
     values = dict(parsed.options)
     values.pop("seed", None)
-    for name in ("prompt", "negative_prompt"):
+    for name in _PROMPTS:
         if name in values:
             values[name] = bool(values[name])
     for name in MEDIA:
         if is_input(values.get(name)):
             values[name] = parsed.shapes.get(name, values[name])
     return json.dumps(values, sort_keys=True)
+
+
+def _is_short(options: Mapping[str, Any]) -> bool:
+    texts = [str(options.get(name) or "") for name in _PROMPTS]
+    return all(len(text.encode()) <= _SHORT_BYTES for text in texts)
+
+
+def _with_any_words(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with other words, where there are any."""
+    return {k: ANY_PROMPT if k in _PROMPTS and v else v for k, v in options.items()}
+
+
+def _of_request(shared: Plan, options: Mapping[str, Any]) -> Plan:
+    """A shared plan with the words and the seed of a request."""
+    request = request_of(options)
+    settings = shared.settings
+    negative = request.negative_prompt
+    settings = replace(
+        settings,
+        prompt=request.prompt or "",
+        negative_prompt=settings.negative_prompt if negative is None else negative,
+        seed=random_seed() if request.seed is None else request.seed,
+    )
+    return replace(shared, settings=settings)
