@@ -65,6 +65,8 @@ def test_notes_of_a_run_tell_clients_no_path(
     assert note.startswith(f"the run state can't be written to DATA/runs/{job.id}/")
     events = store.events(video=job.id)
     assert [event.data["text"] for event in events if event.type == "note"] == [note]
+    (planned,) = [event.data for event in events if event.type == "planned"]
+    assert planned["model"] == job.model, "which may be a folder in the plan"
 
 
 def test_attempts_without_a_step_between_are_limited(

@@ -11,8 +11,10 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the extra [server] is not installed")
 
+import everyframe
 from everyframe.core.plan import Plan
 from everyframe.core.request import Request
+from everyframe.engine.workers.executor import InfeasiblePlanError, WarmModel
 from everyframe.server.requests import plans
 from helpers.server_app import PlanningExecutor, ServedApp, key
 
@@ -80,3 +82,38 @@ def test_a_shared_plan_tells_nobody_what_another_asked_for(tmp_path: Path) -> No
             assert "secret" not in text
         assert answers[1]["seed"] != 71
         assert len(app.executor.requests) == 2, "one for ann, one for all"
+
+
+class FolderExecutor(PlanningExecutor):
+    """Names models by their folders, as the library does."""
+
+    def plan(self, request: Request) -> Plan:
+        assert request.model is not None
+        try:
+            return replace(super().plan(request), model=request.model)
+        except InfeasiblePlanError as error:
+            raise InfeasiblePlanError(replace(error.plan, model=request.model)) from None
+
+    def describe(self) -> list[WarmModel]:
+        return [WarmModel(str(FOLDER), 1000, 1.0, ("cpu",))]
+
+
+FOLDER = Path(everyframe.__file__).parent / "checkpoints" / "shapes"
+
+
+def test_clients_know_a_model_by_its_name(tmp_path: Path) -> None:
+    with ServedApp(tmp_path / "server", FolderExecutor(), models=(f"mine={FOLDER}",)) as app:
+        body = {"prompt": "a red circle", "num_inference_steps": 4}
+        answers = [
+            app.client.post("/v1/plan", json=body),
+            app.client.post("/v1/plan", json={**body, "size": "16384x64"}),
+            app.client.post("/v1/videos", json=body),
+            app.client.get("/v1/models/mine"),
+            app.client.get("/v1/system"),
+        ]
+        assert [answer.status_code for answer in answers] == [200, 422, 200, 200, 200]
+        for answer in answers:
+            assert str(FOLDER) not in answer.text
+        assert answers[0].json()["details"]["model"] == answers[0].json()["model"] == "mine"
+        assert answers[1].json()["error"]["details"]["model"] == "mine"
+        assert [each["model"] for each in answers[-1].json()["warm"]] == ["mine"]

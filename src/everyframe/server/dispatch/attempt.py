@@ -247,6 +247,7 @@ class Attempt:
         return saved
 
     def _take_plan(self, plan: Plan) -> None:
+        plan = replace(plan, model=self.job.model)  # its name for clients, who see no folder
         self._meter = ProgressMeter(plan, at_least=self.job.progress)
         resolved = {**self.job.resolved, **resolved_of(plan)}
         if self._devices is not None:

@@ -93,6 +93,13 @@ class ModelRegistry:
             "model",
         )
 
+    def name_of(self, model: str) -> str:
+        """The name by which clients know a model of a plan, which may be a folder."""
+        for each in self:
+            if model in (each.target, each.location.name, str(each.location.path)):
+                return each.name
+        return Path(model).name
+
     def _names(self) -> str:
         return ", ".join([each.name for each in self][:10])
 

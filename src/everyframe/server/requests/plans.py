@@ -2,6 +2,7 @@
 
 A plan does not depend on a prompt's words, the seed or a picture's content, but it holds words and
 seed, and its notes quote the end of a long prompt. Those of one client are not shown to another.
+In place of a model's folder it has the name by which clients know it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import anyio.to_thread
 from everyframe.core.errors import EveryframeError
 from everyframe.core.limits import random_seed
 from everyframe.core.plan import Plan
-from everyframe.engine.workers.executor import Executor
+from everyframe.engine.workers.executor import Executor, InfeasiblePlanError
 from everyframe.server.data_folder import MEDIA, DataFolder, is_input
 from everyframe.server.errors import api_error
 from everyframe.server.requests.client_options import client_options
@@ -59,7 +60,8 @@ class PlanCache:
         self._plans.move_to_end(kind)
         while len(self._plans) > _MOST_PLANS:
             self._plans.popitem(last=False)
-        return own or _of_request(self._plans[kind], parsed.options)
+        plan = own or _of_request(self._plans[kind], parsed.options)
+        return replace(plan, model=parsed.model.name)
 
     async def _make(self, parsed: ParsedBody) -> Plan:
         values = self._folder.request_of(parsed.options).given()
@@ -68,6 +70,9 @@ class PlanCache:
             return await anyio.to_thread.run_sync(
                 self._executor.plan, request, limiter=self._limiter
             )
+        except InfeasiblePlanError as error:
+            plan = replace(error.plan, model=parsed.model.name)
+            raise api_error(InfeasiblePlanError(plan, str(error))) from error
         except EveryframeError as error:
             raise api_error(error, client_options()) from error
 

@@ -25,8 +25,8 @@ async def make_plan(context: Context, caller: Caller, body: RequestBody) -> Any:
     _, body = split_priority(caller, body)
     parsed, plan = await plan_of(context, body)
     return JSONResponse({
-        "object": "plan", **plan_data(plan), "model": parsed.model.name,
-        "warnings": [*parsed.warnings], "details": plan.to_json(),
+        "object": "plan", **plan_data(plan), "warnings": [*parsed.warnings],
+        "details": plan.to_json(),
     })  # fmt: skip
 
 

@@ -57,7 +57,11 @@ async def show_system(context: Context) -> Any:
         "started_at": int(context.started_at),
         "uptime_s": round(time.time() - context.started_at, 1),
         **facts,
-        "warm": [{**asdict(each), "devices": list(each.devices)} for each in warm],
+        "warm": [
+            {**asdict(each), "model": context.models.name_of(each.model),
+             "devices": list(each.devices)}
+            for each in warm
+        ],
         "groups": context.dispatcher.groups,
         "paused_groups": context.dispatcher.paused_groups,
         "disk": {"free_bytes": disk.free, "total_bytes": disk.total},
