@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from everyframe.core.facts import DeviceFacts, OpShape, Throughput
-from everyframe.core.plan import Precision, Settings
+from everyframe.core.plan import FLOAT32, ComponentPlan, Precision, Settings
 from everyframe.dry_run import executor
 from everyframe.dry_run.result import Work
 from everyframe.hardware.profiles import find_profile, profile_names
@@ -308,3 +308,21 @@ def test_what_is_tried_is_what_takes_longest_and_one_of_each_kind() -> None:
     runs = [run(((MM, 1e9), (OTHER, 2e9)), 1), run(((MM, 1e9), (ATTENTION, 1e6)), 5)]
     assert heaviest(runs, 1) == [MM, ATTENTION]
     assert heaviest(runs, 3) == [MM, ATTENTION, OTHER]
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_offloaded_weights_are_copied_in_each_pass(at_once: int) -> None:
+    """Guidance branches one after the other bring the weights to the device twice a step."""
+    model = MODELS["stepvideo"]
+    settings = config_only_models.settings(32, 48, 18, guidance=9.0)
+    settings = settings.with_saving("branches_at_once", at_once)
+    call = next(each for each in model.dry_run_calls(settings) if each.component == "denoiser")
+    run = dry_run_call(call, FLOAT32, device("cuda-sm89"))
+    num_bytes = 10**12  # the copies take longer than the computation
+    part = ComponentPlan(
+        "denoiser", "", "denoise", "", 1, "cuda", FLOAT32, num_bytes, 1, block_offload=True
+    )
+    rates = Throughput((("float32", 1e15),), 1e15, 1e18, "")
+    seconds = dry_runs.stage_plan(run, part, rates).seconds
+    passes = call.num_calls * 2 / at_once
+    assert seconds == pytest.approx(passes * num_bytes / dry_runs._BUS, rel=1e-3)

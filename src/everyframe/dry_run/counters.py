@@ -193,7 +193,7 @@ class ComponentTally:
 
     def __init__(self, precision: Precision | None) -> None:
         self.islands = precision.islands if precision is not None else ()
-        self.num_operations = self.peak = 0
+        self.num_operations = self.num_passes = self.peak = 0
         self.peak_at = ""
         self.work = WorkCounter()
         self.findings: list[DryRunFinding] = []
@@ -202,6 +202,7 @@ class ComponentTally:
     def found(self) -> DryRunResult:
         return DryRunResult(
             num_operations=self.num_operations,
+            num_passes=max(self.num_passes, 1),
             findings=tuple(dict.fromkeys(self.findings)),
             working_bytes=self.peak,
             peak_at=self.peak_at,

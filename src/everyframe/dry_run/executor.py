@@ -235,8 +235,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         is_lenient: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
-        self.is_lenient, self._left = is_lenient, MAX_OPERATIONS
+        self.device, self.is_lenient, self._left = device, is_lenient, MAX_OPERATIONS
         # A CPU and its host share memory.
         self._mixes = is_lenient or device.kind == "cpu"
         self._tallies = {name: ComponentTally(precision) for name, precision in precisions.items()}
@@ -252,6 +251,7 @@ class _Run(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if part != self.at:
             self._close()
             self.at = part
+        self._now.num_passes += not module  # the component itself
 
     @property
     def _now(self) -> ComponentTally:

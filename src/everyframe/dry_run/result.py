@@ -74,6 +74,8 @@ class DryRunResult:
 
     Attributes:
         num_operations: operations recorded.
+        num_passes: times that the component was called, such as once for each guidance branch; 1 if
+            only modules inside it were.
         findings: problems, each once.
         working_bytes: peak of live memory beside the parameters.
         peak_at: where that peak was.
@@ -82,6 +84,7 @@ class DryRunResult:
     """
 
     num_operations: int
+    num_passes: int
     findings: tuple[DryRunFinding, ...]
     working_bytes: int
     peak_at: str
@@ -137,6 +140,7 @@ def result_to_json(result: DryRunResult) -> dict[str, Any]:
     work = result.work
     return {
         "num_operations": result.num_operations,
+        "num_passes": result.num_passes,
         "findings": [[f.kind, f.module, f.operation, f.problem] for f in result.findings],
         "working_bytes": result.working_bytes,
         "peak_at": result.peak_at,
@@ -154,6 +158,7 @@ def result_from_json(data: Any) -> DryRunResult | None:
         moved, kernels, mapped = map(_number, data["moved"])
         return DryRunResult(
             num_operations=_number(data["num_operations"]),
+            num_passes=_number(data["num_passes"]),
             findings=tuple(DryRunFinding(*_texts(each, 4)) for each in data["findings"]),
             working_bytes=_number(data["working_bytes"]),
             peak_at=_text(data["peak_at"]),

@@ -258,8 +258,9 @@ def _seconds(run: DryRun, component: ComponentPlan, rates: Throughput) -> float:
     if precision.weight_dtype:
         load = max(load, component.num_parameters * num_bytes(precision.compute) / rates.load)
     if component.block_offload:
-        # The next block loads while one computes: the longer time counts.
-        call = max(call, load if component.from_disk else component.weight_bytes / _BUS)
+        # The next block loads while one computes: the longer time counts. Each pass loads all.
+        once = load if component.from_disk else component.weight_bytes / _BUS
+        call = max(call, once * run.found.num_passes)
     return load + call * run.stage_call.num_calls
 
 

@@ -37,6 +37,7 @@ def stage_plans(
             if division is not None and division.backend == "ring":
                 sending = max(sending - _attention_seconds(run, rates), 0.0)
             # Counted once: of two experts, one runs in each step.
+            weights *= run.found.num_passes
             stage = replace(stage, seconds=max(stage.seconds + sending, weights))
             sending = weights = 0.0
         stages.append(stage)
