@@ -211,7 +211,8 @@ class PipelineStage:
         """
         begun, last_step = time.perf_counter(), 0
         previews = StepPreviews.of(self.plan, self.latents)
-        generators, given = GlobalGenerators(ready.devices), call_options.states_of(self.own)
+        given = call_options.states_of(self.own)
+        generators = GlobalGenerators(ready.devices, (generator for generator, _ in given))
 
         def emit(event: Event) -> None:
             with generators.put_back():

@@ -43,14 +43,23 @@ class _Source:
 class GlobalGenerators:
     """The process-wide generators of one call: torch's (CPU and `devices`), numpy's and Python's.
 
+    One of torch's that is among the call's arguments (`given`), as ``torch.manual_seed(7)`` returns
+    it, is left alone: the call draws from it as it is, and its owner goes on with it afterwards.
+
     `is_mixed` is set if another call was active at the same time and either of them drew.
     """
 
-    def __init__(self, devices: Iterable[str | torch.device] = ()) -> None:
+    def __init__(
+        self,
+        devices: Iterable[str | torch.device] = (),
+        given: Iterable[torch.Generator] = (),
+    ) -> None:
+        left_alone = {str(each.device) for each in given if _is_global(each)}
+        of_torch = _of_torch(devices).items()
         self._sources = {
             "python": _PYTHON,
             "numpy": _NUMPY,
-            **_of_torch(devices),
+            **{name: source for name, source in of_torch if name not in left_alone},
         }
         self._mine: dict[str, Any] = {}
         self._is_inside = self._is_beside = False
@@ -130,6 +139,14 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, tuple):
         return all(map(is_same, one, other))
     return bool(one == other)
+
+
+def _is_global(generator: torch.Generator) -> bool:
+    """Whether it is the one that torch draws from, on its device, where no generator is given."""
+    if generator.device.type == "cpu":
+        return generator is torch.default_generator
+    module = torch.get_device_module(generator.device)
+    return any(generator is each for each in getattr(module, "default_generators", ()))
 
 
 def _of_torch(devices: Iterable[str | torch.device]) -> dict[str, _Source]:

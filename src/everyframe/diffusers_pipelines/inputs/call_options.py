@@ -37,6 +37,8 @@ _INSTEAD: Mapping[str, str] = {
     "output": "frames and sound come back",
     **dict.fromkeys(PROMPTS, "each prompt is a text of a request of its own"),
 }  # fmt: skip
+#: How a record names a generator that stands in a list again: the place where it stands first.
+_SAME = "same_as"
 #: Arguments that control the call and not the content of the video.
 NAMES = frozenset(_INSTEAD).difference(PROMPTS)
 
@@ -124,8 +126,16 @@ def _are_generators(given: Any) -> bool:
     return bool(listed) and all(
         isinstance(each, torch.Generator)
         or (isinstance(each, Mapping) and each.keys() == {"seed", "device"})
-        for each in listed
+        or _place_of_same(each) in range(number)
+        for number, each in enumerate(listed)
     )
+
+
+def _place_of_same(recorded: Any) -> int | None:
+    """Place of the generator that stands in a list before, and is in this place of it too."""
+    is_same = isinstance(recorded, Mapping) and recorded.keys() == {_SAME}
+    place = recorded[_SAME] if is_same else None
+    return place if type(place) is int else None
 
 
 def wants_output(own: Mapping[str, Any]) -> bool:
@@ -157,10 +167,16 @@ def call_values(own: Mapping[str, Any]) -> dict[str, Any]:
             found[name] = {int(key): text for key, text in found[name].items()}
     given = found.get("generator")
     if given is not None:
-        found["generator"] = (
-            list(map(_generator, given)) if isinstance(given, list) else _generator(given)
-        )
+        found["generator"] = _generators(given) if isinstance(given, list) else _generator(given)
     return found
+
+
+def _generators(given: list[Any]) -> list[Any]:
+    made: list[Any] = []
+    for each in given:
+        place = _place_of_same(each)
+        made.append(_generator(each) if place is None else made[place])
+    return made
 
 
 def _generator(generator: Any) -> Any:
@@ -168,7 +184,14 @@ def _generator(generator: Any) -> Any:
 
     if not isinstance(generator, Mapping):
         return generator
-    return torch.Generator(generator["device"]).manual_seed(generator["seed"])
+    try:
+        return torch.Generator(generator["device"]).manual_seed(generator["seed"])
+    except (RuntimeError, TypeError, ValueError) as error:
+        why = str(error).partition("\n")[0]
+        raise InputError(
+            f"the generator that the video was made with, {shown(dict(generator))}, can't be made "
+            f"here ({why}); give generator= again"
+        ) from None
 
 
 def states_of(own: Mapping[str, Any]) -> list[tuple[Any, Any]]:
@@ -181,13 +204,23 @@ def with_seeds(option: Mapping[str, Any]) -> dict[str, Any]:
     """Replace generators that have not drawn since seeding by their seeds and devices.
 
     This makes a run reproducible from its record. A generator in any other state stays as it is.
+    One that stands in a list again, as in ``[generator] * 2``, is named by its place: each video
+    goes on with its numbers.
     """
     given, found = option.get("generator"), dict(option)
     if given is not None and _are_generators(given) and all(map(_is_fresh, _as_list(given))):
-        found["generator"] = (
-            list(map(_seed_of, given)) if isinstance(given, list) else _seed_of(given)
-        )
+        found["generator"] = _seeds_of(given) if isinstance(given, list) else _seed_of(given)
     return found
+
+
+def _seeds_of(given: list[Any]) -> list[Any]:
+    places: dict[int, int] = {}
+    for number, each in enumerate(given):
+        places.setdefault(id(each), number)
+    return [
+        _seed_of(each) if (place := places[id(each)]) == number else {_SAME: place}
+        for number, each in enumerate(given)
+    ]
 
 
 def with_generator_seeds(request: Request, option: Mapping[str, Any], *, has_seed: bool) -> Request:
