@@ -5,6 +5,7 @@ They are parameters of the pipeline's own call, so whatever it takes is passed o
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -39,6 +40,32 @@ def test_a_generator_beside_them(name: str) -> None:
     made = everyframe.run(pipe, **call, **given)
     assert isinstance(made, everyframe.Video)
     assert np.array_equal(made.frames, wanted)
+
+
+@pytest.mark.parametrize("name", ["option", "texts", "source"])
+def test_a_record_with_its_file_given_again(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is found in the working folder; elsewhere it is given again, by any name."""
+    CASES["WanVideoToVideoPipeline"].build().save_pretrained(tmp_path / "model")
+    frames = tmp_path / "walk"
+    frames.mkdir()
+    for number, picture in enumerate(pictures(5, 16)):
+        picture.save(frames / f"{number}.png")
+    model: dict[str, Any] = {"model": str(tmp_path / "model")}
+    option = {"video": str(frames), "max_sequence_length": 16, "strength": 0.6}
+    asked = {"prompt": "a fox", "size": "16x16", "num_inference_steps": 5, "option": option}
+    video: Any = everyframe.generate(**model, **asked)
+    monkeypatch.chdir(tmp_path / "model")
+    with pytest.raises(everyframe.InputError, match="'walk'; give it again by --option video=FILE"):
+        everyframe.generate(**model, from_record=video)
+    given: dict[str, Any] = {
+        "option": {"option": {"video": str(frames)}},
+        "texts": {"option": [f"video={frames}"]},
+        "source": {"source": str(frames), "strength": 0.6},
+    }[name]
+    again: Any = everyframe.generate(**model, from_record=video, **given)
+    assert np.array_equal(again.frames, video.frames)
 
 
 def test_a_strength_for_each_condition() -> None:

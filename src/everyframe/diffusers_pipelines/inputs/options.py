@@ -56,7 +56,7 @@ class PipelineOptions(FamilyOptions):
     @classmethod
     def _accept_texts(cls, given: Any) -> Any:
         """Accept a mapping, or ``NAME=VALUE`` texts whose values are JSON where they parse."""
-        return _by_name(given)
+        return parameters_by_name(given)
 
     @model_validator(mode="before")
     @classmethod
@@ -67,7 +67,7 @@ class PipelineOptions(FamilyOptions):
             InputError: the parameter is given as well.
         """
         found = {name: own for name, own in SHARED.items() if values.get(name) is not None}
-        option = _by_name(values.get("option", {})) if found else {}
+        option = parameters_by_name(values.get("option", {})) if found else {}
         for name, own in found.items():
             if own in option:
                 raise InputError(f"{name} and option {own} are the same; give one of them")
@@ -75,7 +75,12 @@ class PipelineOptions(FamilyOptions):
         return {**values, "option": option} if found else values
 
 
-def _by_name(given: Any) -> dict[str, Any]:
+def parameters_by_name(given: Any) -> dict[str, Any]:
+    """A pipeline's parameters, given as a mapping or as ``NAME=VALUE`` texts.
+
+    Raises:
+        InputError: they are neither.
+    """
     if isinstance(given, Mapping):
         return dict(given)
     texts = [given] if isinstance(given, str) else given

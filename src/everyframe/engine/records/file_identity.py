@@ -121,26 +121,30 @@ def as_bytes(value: Any) -> bytes:
     return np.ascontiguousarray(np.asarray(value)).tobytes()
 
 
-def find_files(name: str, given: Any) -> Any:
-    """Find recorded files by name in the working folder; return anything else unchanged."""
+def find_files(name: str, given: Any, parameter: str | None = None) -> Any:
+    """Find recorded files by name in the working folder; return anything else unchanged.
+
+    `parameter`: that of a pipeline which has them, for messages.
+    """
     if isinstance(given, list):
-        return [find_files(name, each) for each in given]
+        return [find_files(name, each, parameter) for each in given]
     if isinstance(given, dict) and "sha256" not in given:
-        return {key: find_files(name, each) for key, each in given.items()}
-    return _find_given(name, given) if isinstance(given, dict) else given
+        return {key: find_files(name, each, parameter or key) for key, each in given.items()}
+    return _find_given(name, given, parameter) if isinstance(given, dict) else given
 
 
-def _find_given(name: str, identity: Mapping[str, str]) -> str:
+def _find_given(name: str, identity: Mapping[str, str], parameter: str | None) -> str:
     file = identity.get("file")
-    flag = flag_of(name)
+    is_own = name == "option" and parameter is not None
+    flag = f"{flag_of(name)} {parameter}=FILE" if is_own else f"{flag_of(name)} FILE"
     if file is None:
         raise InputError(f"the video was made from {name} given in Python; give it again ({name}=)")
     path = Path(file)
     if not path.exists():
-        raise InputError(f"the video was made from the file {file!r}; give it again by {flag} FILE")
+        raise InputError(f"the video was made from the file {file!r}; give it again by {flag}")
     if content_hash(path) != identity.get("sha256"):
         raise InputError(
             f"{file!r} in this folder is not the file that the video was made from "
-            f"(its hash differs); give the right one by {flag} FILE"
+            f"(its hash differs); give the right one by {flag}"
         )
     return str(path)

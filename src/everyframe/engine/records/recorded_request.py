@@ -17,6 +17,7 @@ from everyframe.core.option_values import replaced_by, with_current_names
 from everyframe.core.plan import Repair
 from everyframe.core.quality import PRODUCTS, recorded_method
 from everyframe.core.request import Request
+from everyframe.diffusers_pipelines.inputs.options import SHARED, parameters_by_name
 from everyframe.engine.records.file_identity import find_files
 from everyframe.engine.records.record_schema import (
     GIVEN,
@@ -77,13 +78,17 @@ def request_from(
     method = check_record(record).settings.sampling_method()
     overrides = with_current_names(overrides)
     wanted = {name: value for name, value in overrides.items() if value is not None}
-    own = wanted.pop("option", None)
+    own = parameters_by_name(wanted.pop("option", {}))
     replaced = replaced_by(wanted)
     if has_model:
         replaced.add("model")
     elif "model" not in wanted:
         _check_given_in_python(record)
     asked = accepted_options(with_current_names(record["request"]), replaced)
+    recorded = asked.get("option")
+    if isinstance(recorded, Mapping):  # each parameter of a pipeline is an option of its own
+        given = {*own, *(SHARED[name] for name in SHARED.keys() & wanted.keys())}
+        asked["option"] = {name: each for name, each in recorded.items() if name not in given}
     for name in asked:
         if name in GIVEN or option_facts(name).get("names_files"):
             asked[name] = find_files(name, asked[name])
@@ -92,7 +97,7 @@ def request_from(
     if "components" in asked:
         asked["components"] = _find_components(asked["components"])
     asked |= wanted
-    if own is not None:  # each parameter of a pipeline is an option of its own
+    if own:
         recorded = asked.get("option")
         asked["option"] = {**recorded, **own} if isinstance(recorded, Mapping) else own
     asked |= _plan_choices(record, wanted, asked)
