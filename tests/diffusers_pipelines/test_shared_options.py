@@ -43,8 +43,9 @@ def test_a_generator_beside_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["option", "texts", "source"])
+@pytest.mark.parametrize("recorded", ["option", "source"])
 def test_a_record_with_its_file_given_again(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    recorded: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is found in the working folder; elsewhere it is given again, by any name."""
     CASES["WanVideoToVideoPipeline"].build().save_pretrained(tmp_path / "model")
@@ -53,11 +54,17 @@ def test_a_record_with_its_file_given_again(
     for number, picture in enumerate(pictures(5, 16)):
         picture.save(frames / f"{number}.png")
     model: dict[str, Any] = {"model": str(tmp_path / "model")}
-    option = {"video": str(frames), "max_sequence_length": 16, "strength": 0.6}
-    asked = {"prompt": "a fox", "size": "16x16", "num_inference_steps": 5, "option": option}
+    own: dict[str, Any] = {"max_sequence_length": 16}
+    asked: dict[str, Any] = {"prompt": "a fox", "size": "16x16", "num_inference_steps": 5}
+    if recorded == "option":
+        asked["option"] = {**own, "video": str(frames), "strength": 0.6}
+    else:
+        asked |= {"option": own, "source": str(frames), "strength": 0.6}
     video: Any = everyframe.generate(**model, **asked)
     monkeypatch.chdir(tmp_path / "model")
-    with pytest.raises(everyframe.InputError, match="'walk'; give it again by --option video=FILE"):
+    with pytest.raises(
+        everyframe.InputError, match=r"'walk'; give it again by --(option video=|source )FILE"
+    ):
         everyframe.generate(**model, from_record=video)
     given: dict[str, Any] = {
         "option": {"option": {"video": str(frames)}},

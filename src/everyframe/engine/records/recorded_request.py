@@ -79,7 +79,7 @@ def request_from(
     overrides = with_current_names(overrides)
     wanted = {name: value for name, value in overrides.items() if value is not None}
     own = parameters_by_name(wanted.pop("option", {}))
-    replaced = replaced_by(wanted)
+    replaced = replaced_by(wanted) | {name for name, each in SHARED.items() if each in own}
     if has_model:
         replaced.add("model")
     elif "model" not in wanted:
