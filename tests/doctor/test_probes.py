@@ -6,6 +6,7 @@ The limits that they judge by are stated where they stand (`everyframe.doctor.pr
 from __future__ import annotations
 
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -196,7 +197,12 @@ def test_a_compiled_kernel_is_right() -> None:
 
 
 @pytest.mark.slow
-def test_three_ranks_on_the_cpu_sum_and_deal_uneven_pieces() -> None:
+def test_three_ranks_on_the_cpu_sum_and_deal_uneven_pieces(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They meet in a temporary folder of any name."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "job#1"))
+    (tmp_path / "job#1").mkdir()
     assert among(3, "gloo")["wrong"] == []
 
 

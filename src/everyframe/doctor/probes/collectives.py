@@ -32,7 +32,7 @@ def among(num_ranks: int, backend: str) -> dict[str, Any]:
     """The probe with that many ranks; ``gloo`` computes on the CPU."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="everyframe-") as folder:
-        place = f"file://{folder}/meeting"
+        place = f"{folder}/meeting"
         with safe_start():
             results = context.SimpleQueue()
             ranks = [
@@ -59,8 +59,11 @@ def _rank(rank: int, num_ranks: int, backend: str, place: str, results: Any) -> 
     device = torch.device("cpu" if backend == "gloo" else f"cuda:{rank}")
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    # By path: a URL would end at a # in the folder's name.
+    store = dist.FileStore(place, num_ranks)  # type: ignore[attr-defined]
+    store.set_timeout(_PATIENCE)
     dist.init_process_group(
-        backend, init_method=place, rank=rank, world_size=num_ranks, timeout=_PATIENCE
+        backend, store=store, rank=rank, world_size=num_ranks, timeout=_PATIENCE
     )
     results.put(_sum(device, rank, num_ranks) or _deal(device, rank, num_ranks))
     dist.destroy_process_group()
