@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import everyframe
 from everyframe.core.errors import CannotRunError, EveryframeError, InputError
 from everyframe.diffusers_pipelines.calls.call import attributes_kept
-from everyframe.diffusers_pipelines.dry_run import call_checked
+from everyframe.diffusers_pipelines.calls.refusals import call_checked
 from everyframe.diffusers_pipelines.files.components import islands_of
 from everyframe.diffusers_pipelines.library_patches import stand_in_accepted
 from everyframe.dry_run.executor import DryRunModule, dry_run_modules

@@ -296,7 +296,7 @@ class DenoiseStage(denoise_stage.DenoiseStage[InpaintContext, SamplerInputs]):
 
     def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
         """Call the networks once, without a scheduler: diffusers' read values of meta tensors."""
-        inputs = self.example_inputs(device)
+        inputs = self.examples(device)
         denoise = self.denoiser(modules, inputs, device, self.context.settings)
         _, timesteps = self.context.make_scheduler("cpu")
         t = torch.zeros(len(inputs.x), dtype=timesteps.dtype, device=device)

@@ -229,7 +229,7 @@ class DenoiseStage(ComponentStage[_Context, _Inputs]):
     def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
         """Make the first step on example inputs."""
         with self.shard(modules):
-            inputs = self.example_inputs(device)
+            inputs = self.examples(device)
             denoise = self.denoiser(modules, inputs, device, self.context.settings)
             return next(self.sample(denoise, inputs, 0)).x
 

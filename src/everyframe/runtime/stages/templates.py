@@ -23,6 +23,7 @@ from everyframe.core.events import ComponentLoaded, Event, Events, FramesDecoded
 from everyframe.core.plan import Plan, Settings
 from everyframe.parallel.communicator import ONE, Communicator, ParallelContext
 from everyframe.parallel.uneven_split import assign_pieces
+from everyframe.precision.cast_hooks import map_tensors
 from everyframe.runtime.components.component_cache import WarmComponents
 from everyframe.runtime.interface import VideoState
 from everyframe.runtime.loading import load_component, rewrite_parameters
@@ -130,10 +131,15 @@ class ComponentStage(ABC, Generic[_Context, _Inputs]):
         """One call of the stage. `settings` have the memory savings of now."""
         raise NotImplementedError
 
+    def examples(self, device: str) -> Any:
+        """`example_inputs` in float32, whatever the default dtype of the caller is."""
+        made = self.example_inputs(device)
+        return map_tensors(made, lambda each: each.float() if each.is_floating_point() else each)
+
     def dry_run(self, modules: Mapping[str, Any], device: str) -> object:
         """Make one call on example inputs; `modules` are the stage's components by name."""
         settings = tiling.for_dry_run(self.context.settings)
-        return self.compute(modules[self.component], self.example_inputs(device), device, settings)
+        return self.compute(modules[self.component], self.examples(device), device, settings)
 
     def _make_compute(self, guard: Guard, module: Any, inputs: _Inputs) -> Callable[[], Any]:
         """`compute` with the guard's current settings."""
@@ -353,9 +359,8 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
         if not is_wanted or context.clip or video.inputs.source is not None:
             return None
         space = context.model.latent_space
-        if space.colors(reads=True) is not None:  # its weights had not been hashed
-            return None
-        return ColorFit(space, video.latents, context.settings.num_frames)
+        is_known = space.colors(reads=True) is not None  # its weights had not been hashed
+        return None if is_known else ColorFit(space, video.latents, context.settings.num_frames)
 
     def decode_video(
         self, module: Any, guard: Guard, video: VideoState, steps: range
@@ -381,10 +386,8 @@ class DecodeStage(ComponentStage[_Context, LatentPiece]):
 
         def decode(number: int) -> Tensor:
             inputs = self.inputs(video, number, device)
-            call = self._make_compute(guard, module, inputs)
-            return self.to_send(
-                guard.check_decoded(steps[number], call, inputs.latents, is_asked=is_asked)
-            )
+            call, at = self._make_compute(guard, module, inputs), steps[number]
+            return self.to_send(guard.check_decoded(at, call, inputs.latents, is_asked=is_asked))
 
         begun, owners = time.perf_counter(), assign_pieces(self.num_pieces, group.weights)
         for number, (piece, events) in enumerate(distribute_pieces(group, guard, owners, decode)):
