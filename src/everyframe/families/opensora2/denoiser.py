@@ -135,5 +135,7 @@ def _context(
     pooled = [text.clip for text in branches if text.clip is not None]
     assert len(pooled) == len(branches), "the stage of CLIP comes before"
     t5 = torch.cat([text.t5 for text in branches]).to(device)
-    guidances = None if guidance is None else torch.full((len(branches),), guidance, device=device)
+    guidances = None
+    if guidance is not None:
+        guidances = torch.full((len(branches),), guidance, dtype=torch.float32, device=device)
     return model.context(t5, torch.cat(pooled).to(device), guidances)
