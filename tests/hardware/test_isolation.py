@@ -210,6 +210,13 @@ def test_signals_have_names() -> None:
     assert signal_name(250) == "signal 250"
 
 
+def printed_by(script: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200
+    )
+    return done.stdout.split()
+
+
 def test_the_callers_own_script_is_not_run_again(tmp_path: Path) -> None:
     script = tmp_path / "film.py"
     script.write_text(
@@ -218,10 +225,7 @@ def test_the_callers_own_script_is_not_run_again(tmp_path: Path) -> None:
         "print('once')\n"
         "print(run_isolated(math.hypot, 3, 4, seconds=100).value)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200
-    )
-    assert done.stdout.split() == ["once", "5.0"]
+    assert printed_by(script) == ["once", "5.0"]
 
 
 def test_the_callers_own_script_stays_its_own_when_two_threads_ask_at_once(tmp_path: Path) -> None:
@@ -239,10 +243,7 @@ def test_the_callers_own_script_stays_its_own_when_two_threads_ask_at_once(tmp_p
         "    [each.join() for each in threads]\n"
         "    print(sys.modules['__main__'] is own)\n"
     )
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=True, timeout=200
-    )
-    assert done.stdout.split() == ["True"]
+    assert printed_by(script) == ["True"]
     assert (tmp_path / "runs").read_text().split() == ["run"]
 
 

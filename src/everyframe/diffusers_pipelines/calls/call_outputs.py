@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -59,7 +60,7 @@ def frames_of(result: Any, index: int = 0) -> Array:
 
 def size_of(result: Any) -> tuple[int, int, int] | None:
     """(frames, height, width) of a dry run's result; None if it has no frames."""
-    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
+    given = _first_part(result, VIDEOS)
     if given is None or not len(given):
         return None
     video = given[0] if _is_batch(given) else given
@@ -94,7 +95,7 @@ def sound_of(result: Any, pipe: Any, index: int = 0) -> tuple[Array, int] | None
         EveryframeError: the pipeline has no known sampling rate.
         CheckpointError: its sampling rate is no number of samples.
     """
-    given = next((part for name in _SOUNDS if (part := _part(result, name)) is not None), None)
+    given = _first_part(result, _SOUNDS)
     if given is None:
         return None
     rate = _part(result, "sampling_rate") or _rate_of(pipe)
@@ -123,7 +124,7 @@ def check_finite(result: Any, stage: str) -> None:
 
 
 def _frames_in(result: Any) -> Any:
-    given = next((part for name in VIDEOS if (part := _part(result, name)) is not None), None)
+    given = _first_part(result, VIDEOS)
     if given is None:
         raise CheckpointError(
             f"the pipeline's call must return an output with {', '.join(VIDEOS[:-1])} or "
@@ -146,6 +147,11 @@ def _rate_of(pipe: Any) -> Any:
         if rate:
             return rate
     return None
+
+
+def _first_part(result: Any, names: Iterable[str]) -> Any:
+    """The first of these parts that the result has; None if it has none."""
+    return next((part for name in names if (part := _part(result, name)) is not None), None)
 
 
 def _part(result: Any, name: str) -> Any:
