@@ -45,7 +45,7 @@ class Access:
         self._settings, self._session_key = settings, session_key
         self._keys = {key.name: key for key in settings.keys}
 
-    def needs_key(self, path: str) -> bool:
+    def needs_caller(self, path: str) -> bool:
         """Whether a path is for callers who are known: not health, login and the page's files."""
         if path in _OPEN:
             return False

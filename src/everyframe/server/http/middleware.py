@@ -89,7 +89,7 @@ class AccessMiddleware:
         try:
             self._access.check_host(connection.headers.get("host", ""))
             self._access.check_origin(scope["method"], connection.headers)
-            if self._access.needs_key(scope["path"]):
+            if self._access.needs_caller(scope["path"]):
                 scope["principal"] = self._access.principal(connection.headers, connection.cookies)
         except ApiError as error:
             return error
